@@ -174,7 +174,7 @@ class Run:
 
     def _attach_ema(self) -> dict[str, Any]:
         from zerotune import EMAShadow
-        from zerotune.ema.shadow import FileStore
+        from zerotune.ema.stores import FileStore
 
         if self._training.ema == "none":
             return {}

@@ -89,7 +89,7 @@ RELATED = {
     "zerotune.offload.cleanup_stale_swap": {"zerotune.offload.cleaning": "CleanupReport Leftover"},
     "zerotune.ema.EMAShadow": {
         "zerotune.ema.decay": "DecaySchedule ConstantDecay",
-        "zerotune.ema.shadow": "ShadowStore HostStore",
+        "zerotune.ema.stores": "ShadowStore HostStore",
     },
     "zerotune.checkpoint.save_checkpoint": {
         "zerotune.checkpoint.contents": "ShadowLike",
@@ -134,16 +134,20 @@ RELATED = {
     },
     f"{_DATA}.AspectBuckets": {f"{_DATA}.buckets": "Bucket BucketAssignment Placement"},
     f"{_DATA}.PreparedImages": {
-        f"{_DATA}.cache": "CachedImages TensorCache CacheSettings cache_latents cache_texts "
-        "cache_edits hash_weights",
+        f"{_DATA}.cache": "TensorCache CacheSettings hash_weights",
+        f"{_DATA}.caching": "CachedImages cache_latents cache_texts cache_edits",
     },
     f"{_DATA}.ImageFolder": {
         f"{_DATA}.sources": "ImageSource ImageItem JoinedSources RepeatedSource",
         f"{_DATA}.images": "BrokenImage write_broken",
     },
-    f"{_DATA}.ClipFolder": {f"{_DATA}.clips": "ClipSource ClipItem"},
+    f"{_DATA}.ClipFolder": {
+        f"{_DATA}.clips": "ClipSource",
+        f"{_DATA}.clip_buckets": "ClipItem",
+    },
     "zerotune.diffusion.DataStream": {
-        f"{_DATA}.streams": "Batch BatchStream Captions RepeatedBatches stack_samples",
+        f"{_DATA}.batches": "Batch Captions stack_samples",
+        f"{_DATA}.streams": "BatchStream RepeatedBatches",
         f"{_DATA}.order": "Draw SampleOrder derive_seed",
     },
     f"{_DATA}.BucketStream": {

@@ -22,8 +22,8 @@ from torch import Tensor
 from zerotune import DeepSpeedPlan, LoRA, Trainer, add_lora, latest_checkpoint
 from zerotune.diffusion import encode_dataset, load_pretrained
 from zerotune.diffusion.data import AspectBuckets, ClipBuckets, ClipFolder, PreparedClips
+from zerotune.diffusion.data.batches import row_of, stack_named
 from zerotune.diffusion.data.cache import CacheSettings
-from zerotune.diffusion.data.streams import row_of, stack_named
 from zerotune.diffusion.models.declared import HunyuanVideo, Wan, WanLowNoise
 from zerotune.diffusion.models.family import (
     Conditioning,

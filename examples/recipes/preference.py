@@ -29,11 +29,12 @@ from zerotune._util.text import listing, positive, validated
 from zerotune.backend.stored import waiting
 from zerotune.decisions import Decision
 from zerotune.diffusion.data import Augmentation, Preparation, PreparedImages
+from zerotune.diffusion.data.batches import Captions
 from zerotune.diffusion.data.buckets import BucketAssignment, place_in
 from zerotune.diffusion.data.order import Draw
 from zerotune.diffusion.data.preparation import LOSS_MASKS
 from zerotune.diffusion.data.sources import ImageSource
-from zerotune.diffusion.data.streams import BucketedDataset, Captions
+from zerotune.diffusion.data.streams import BucketedDataset
 from zerotune.diffusion.losses import weighted_mean
 from zerotune.diffusion.models.family import Denoiser, Family
 from zerotune.diffusion.noise import DrawnNoise, Noise

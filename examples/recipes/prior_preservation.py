@@ -23,7 +23,8 @@ import torch
 import zerotune
 from zerotune import AspectBuckets, ImageFolder, PreparedImages
 from zerotune.diffusion.data import BucketStream
-from zerotune.diffusion.data.streams import Batch, BatchStream, Captions
+from zerotune.diffusion.data.batches import Batch, Captions
+from zerotune.diffusion.data.streams import BatchStream
 from zerotune.errors import DataError, InvalidValueError
 
 

@@ -25,11 +25,11 @@ import attrs
 import zerotune
 from zerotune import AspectBuckets
 from zerotune.diffusion.data import Augmentation, Preparation
+from zerotune.diffusion.data.batches import Batch, stack_samples
 from zerotune.diffusion.data.buckets import Placement
 from zerotune.diffusion.data.images import decode, image_size, readable_errors, why
 from zerotune.diffusion.data.order import Draw
 from zerotune.diffusion.data.preparation import micro_conditioning, to_pixels
-from zerotune.diffusion.data.streams import Batch, stack_samples
 from zerotune.errors import DataError
 
 

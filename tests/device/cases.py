@@ -19,7 +19,7 @@ from tests.backend.host.streaming import FIRST, TARGETS, Web, web_batch
 from zerotune.backend.compilation import Compilation, Compiled
 from zerotune.checkpoint import load_checkpoint, save_checkpoint
 from zerotune.ema import EMAShadow
-from zerotune.ema.shadow import DeviceStore, FileStore, HostStore
+from zerotune.ema.stores import DeviceStore, FileStore, HostStore
 from zerotune.plan.context import DeviceUpdate, EngineName, Streaming
 from zerotune.plan.facts import ModelFacts
 from zerotune.plan.optimizer.resolver import OptimizerResolver

@@ -9,7 +9,7 @@ import torch
 from tests.device import on_device
 from tests.device.cases import Case, loss_of, started
 from zerotune.ema import DeviceStore, EMAShadow
-from zerotune.ema.shadow import HostStore
+from zerotune.ema.stores import HostStore
 from zerotune.plan.context import Streaming
 from zerotune.plan.memory.items import Workload
 from zerotune.plan.memory.traffic import step_traffic

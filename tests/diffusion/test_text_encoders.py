@@ -19,7 +19,7 @@ from tests.support.ranks import run_ranks
 from zerotune import DeepSpeedPlan, ModelFacts, OptimizerResolver, Trainer
 from zerotune.diffusion import LoRA, TrainedParts, add_lora, encode_dataset, load_pretrained
 from zerotune.diffusion.data import AspectBuckets, ImageFolder, PreparedImages
-from zerotune.diffusion.data.streams import Captions
+from zerotune.diffusion.data.batches import Captions
 from zerotune.errors import DataError, InvalidValueError, OptimizerError
 from zerotune.optim import ParameterGroups
 

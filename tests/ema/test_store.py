@@ -11,7 +11,7 @@ from tests.ema.test_shadow import move, weights
 from tests.support.memory import in_use, needs_mallinfo, resident
 from tests.support.models import HostileNet
 from zerotune.ema import DeviceStore, EMAModel, EMAShadow, FileStore
-from zerotune.ema.shadow import HostStore
+from zerotune.ema.stores import HostStore
 from zerotune.errors import EMAError, InvalidValueError
 from zerotune.plan.memory.costing import EMA_CHUNK, EMA_CHUNKS
 

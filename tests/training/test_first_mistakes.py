@@ -11,7 +11,7 @@ from tests.support.ranks import ranks
 from zerotune import DenoisingObjective, ImageTensors, Trainer, Unconditional, prepare
 from zerotune.errors import DataError, InvalidValueError, UnknownKeyError
 from zerotune.plan import DeepSpeedPlan
-from zerotune.training.setup import check_model, check_objective
+from zerotune.training.arguments import check_model, check_objective
 
 IMAGES = torch.zeros(2, 3, 8, 8)
 

@@ -35,9 +35,11 @@ from zerotune.errors import (
 from zerotune.plan.families import family_names
 from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.training import ProgressBar, SaveEvery, SkipNonFinite
+from zerotune.training.arguments import as_plan
+from zerotune.training.batches import as_stream
 from zerotune.training.emas import as_ema
 from zerotune.training.events import as_callbacks
-from zerotune.training.setup import as_plan, as_stream, settled
+from zerotune.training.setup import settled
 from zerotune.training.step import TrainStep, check_loss
 
 PLAN = DeepSpeedPlan.build(stage=2, precision="fp32", micro_batch_size=2)

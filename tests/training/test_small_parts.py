@@ -13,6 +13,7 @@ import torch
 from zerotune.diffusion import DataStream, ImageTensors
 from zerotune.diffusion.data.streams import RepeatedBatches
 from zerotune.training import Callback
+from zerotune.training.batches import as_stream
 from zerotune.training.save import (
     TrainerState,
     generator_from_text,
@@ -21,7 +22,6 @@ from zerotune.training.save import (
     seed_everything,
     trainer_state,
 )
-from zerotune.training.setup import as_stream
 from zerotune.training.step import PHASES, StepClock
 
 

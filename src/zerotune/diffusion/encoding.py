@@ -12,10 +12,10 @@ import torch.distributed as dist
 from zerotune.backend.accelerator import current_accelerator
 from zerotune.backend.distributed import Launch, ProcessGroup
 from zerotune.decisions import Decision, announce
-from zerotune.diffusion.data.cache import (
+from zerotune.diffusion.data.cache import TensorCache
+from zerotune.diffusion.data.caching import (
     CachedImages,
     Progress,
-    TensorCache,
     cache_edits,
     cache_latents,
     cache_texts,

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import attrs
 import torch
 
+from zerotune.diffusion.data.batches import Batch
 from zerotune.diffusion.data.order import derive_seed
-from zerotune.diffusion.data.streams import Batch
 from zerotune.diffusion.models.family import Denoiser
 from zerotune.diffusion.noise import DrawnNoise
 from zerotune.diffusion.objective import LevelObjective, Objective

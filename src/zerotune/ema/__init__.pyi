@@ -4,7 +4,7 @@ from zerotune.ema.decay import HalfLife as HalfLife
 from zerotune.ema.decay import RampDecay as RampDecay
 from zerotune.ema.decay import WarmupDecay as WarmupDecay
 from zerotune.ema.model import EMAModel as EMAModel
-from zerotune.ema.shadow import DeviceStore as DeviceStore
 from zerotune.ema.shadow import EMAShadow as EMAShadow
 from zerotune.ema.shadow import EMAShadows as EMAShadows
-from zerotune.ema.shadow import FileStore as FileStore
+from zerotune.ema.stores import DeviceStore as DeviceStore
+from zerotune.ema.stores import FileStore as FileStore

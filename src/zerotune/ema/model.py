@@ -18,7 +18,8 @@ from zerotune.backend.deepspeed.external import is_deepspeed, master_weights_of,
 from zerotune.backend.distributed import together
 from zerotune.backend.master_weights import MasterWeights, full_shape
 from zerotune.ema.decay import DecaySchedule, RampDecay, WarmupDecay
-from zerotune.ema.shadow import DeviceStore, EMAShadow, HostStore, ShadowStore
+from zerotune.ema.shadow import EMAShadow
+from zerotune.ema.stores import DeviceStore, HostStore, ShadowStore
 from zerotune.errors import EMAError, InvalidValueError
 
 if TYPE_CHECKING:

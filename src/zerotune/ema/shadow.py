@@ -7,10 +7,9 @@ updates are verified: an error is raised if a shadow does not move closer to the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -23,18 +22,21 @@ from zerotune.backend.engine import StartedEngine
 from zerotune.backend.master_weights import EMAInMemory, EMATensors, EMAUpdate
 from zerotune.backend.step_state import surely, uninterrupted
 from zerotune.ema.decay import DecaySchedule, as_schedule, decay_of_update
+from zerotune.ema.stores import ELEMENT_BYTES, StoredState, as_store, room_for
 from zerotune.errors import EMAError, InvalidValueError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from zerotune.backend.master_weights import Fragment, MasterWeights
-
+    from zerotune.ema.stores import ShadowStore
 
 _CHECKED_UPDATES = 3
 """Number of updates that are verified to move the shadow towards the weights."""
+
 _ROUNDING_STEP = 2.0**-23
 """Maximum relative rounding error of fp32 per element of an update."""
+
 _COMPARED_AT_ONCE = 2**18
 """Elements per chunk: 2 MiB in float64 fit a CPU cache, which is ten times faster."""
 
@@ -155,7 +157,7 @@ class EMAShadow(Readable):
     @property
     def nbytes(self) -> int:
         """Size of this rank's shadow in bytes."""
-        return _BYTES * sum(self._tensors.edges(key)[-1] for key in self._tensors)
+        return ELEMENT_BYTES * sum(self._tensors.edges(key)[-1] for key in self._tensors)
 
     def step(self) -> None:
         """Update the shadow after one applied optimizer step.
@@ -293,7 +295,7 @@ class EMAShadow(Readable):
         others = {"steps": torch.tensor(self._steps)}
         if isinstance(self._tensors, dict):
             return {**self._tensors, **others}
-        return _StoredState(lambda: self._ready("state_dict()"), self._tensors, others)
+        return StoredState(lambda: self._ready("state_dict()"), self._tensors, others)
 
     @torch.no_grad()
     @uninterrupted()
@@ -381,9 +383,9 @@ class EMAShadow(Readable):
         lines = [f"EMA: {self._schedule!r}{every}{after}"]
         if self._master is not None:
             lines.append(
-                f"  this rank averages {self.nbytes // _BYTES:,} fp32 elements {self._store} "
-                f"({format_size(self.nbytes)}); {counted(self._steps, 'step')} counted, "
-                f"current decay {self.decay:.6g}"
+                f"  this rank averages {self.nbytes // ELEMENT_BYTES:,} fp32 elements "
+                f"{self._store} ({format_size(self.nbytes)}); {counted(self._steps, 'step')} "
+                f"counted, current decay {self.decay:.6g}"
             )
         return "\n".join(lines)
 
@@ -683,162 +685,3 @@ def _fill(tensors: EMATensors, key: str, values: torch.Tensor) -> None:
     """Set a fragment of an EMA."""
     for part, shadow in tensors.ranges(key):
         shadow.copy_(values[part])
-
-
-# -- Where a shadow lies: host memory, the engine's device, or a file.
-
-
-_BYTES = 4
-
-
-@runtime_checkable
-class ShadowStore(Protocol):
-    """Protocol for the storage of one rank's shadow fragments."""
-
-    def allocate(self, sizes: Mapping[str, int], *, device: torch.device) -> EMATensors:
-        """Return uninitialised fp32 tensors.
-
-        Args:
-            sizes: Number of elements of each fragment, by ``FragmentAddress.key``.
-            device: Device of the engine.
-        """
-        ...
-
-    def __str__(self) -> str:
-        """Return a description of the location."""
-        ...
-
-
-@attrs.frozen(kw_only=True)
-class HostStore:
-    """Storage of a shadow in pageable host memory; the default.
-
-    With master weights in host memory, updates transfer nothing between host and device. With
-    master weights on the device, every update copies them to the host, and waits for each copy.
-    """
-
-    def allocate(
-        self,
-        sizes: Mapping[str, int],
-        *,
-        device: torch.device,  # noqa: ARG002
-    ) -> EMATensors:
-        """Return uninitialised fp32 tensors on the CPU, by the keys of ``sizes``."""
-        return _in_memory(sizes, torch.device("cpu"))
-
-    def __str__(self) -> str:
-        return "on the CPU"
-
-
-@attrs.frozen(kw_only=True)
-class DeviceStore:
-    """Storage of a shadow on a device, for engines with master weights on the device."""
-
-    device: torch.device | None = attrs.field(
-        default=None, converter=attrs.converters.optional(torch.device)
-    )
-    """The device; by default the engine's device."""
-
-    def allocate(self, sizes: Mapping[str, int], *, device: torch.device) -> EMATensors:
-        """Return uninitialised fp32 tensors on the device, by the keys of ``sizes``."""
-        return _in_memory(sizes, self.device or device)
-
-    def __str__(self) -> str:
-        return "on the engine's device" if self.device is None else f"on {self.device}"
-
-
-def _in_memory(sizes: Mapping[str, int], device: torch.device) -> EMAInMemory:
-    # One allocation, not one per fragment: thousands of small blocks would each be rounded up.
-    buffer = torch.empty(sum(sizes.values()), dtype=torch.float32, device=device)
-    return EMAInMemory(zip(sizes, torch.split(buffer, list(sizes.values())), strict=True))
-
-
-@attrs.frozen(kw_only=True)
-class FileStore:
-    """Storage of a shadow in a file, of which at most 64 MiB are in memory.
-
-    While one part of the shadow is updated, a thread writes the previous part and reads the next
-    ones, past the kernel's page cache where the file system allows it.
-
-    The file is unlinked as soon as it is created, so a killed run leaves no file behind, and other
-    runs cannot open it. The file occupies disk space until the shadow is freed. All ranks may use
-    the same folder; with several machines, use a folder on each machine's local disk::
-
-        EMAShadow(store=FileStore(folder=lease.path))
-    """
-
-    folder: Path = attrs.field(converter=Path)
-    """An existing folder, such as a swap folder (``Lease.path``)."""
-
-    def allocate(
-        self,
-        sizes: Mapping[str, int],
-        *,
-        device: torch.device,  # noqa: ARG002
-    ) -> EMATensors:
-        """Return the tensors of a new file, by the keys of ``sizes``.
-
-        Raises:
-            EMAError: The file cannot be created, or the disk is full.
-        """
-        # The module uses system calls that only Linux has.
-        from zerotune.ema.file import FileTensors
-
-        return FileTensors(sizes, folder=self.folder)
-
-    def __str__(self) -> str:
-        return f"in a file in {self.folder}"
-
-
-class _StoredState(Mapping[str, torch.Tensor]):
-    """State of a shadow whose tensors are read when they are accessed.
-
-    Args:
-        settle: Function that waits until no update of the shadow is running.
-        tensors: The shadow's tensors.
-        others: Other entries.
-    """
-
-    def __init__(
-        self,
-        settle: Callable[[], object],
-        tensors: EMATensors,
-        others: Mapping[str, torch.Tensor],
-    ) -> None:
-        self._settle, self._tensors, self._others = settle, tensors, others
-
-    @override
-    def __getitem__(self, key: str) -> torch.Tensor:
-        if key in self._others:
-            return self._others[key]
-        self._settle()
-        return self._tensors[key]
-
-    @override
-    def __iter__(self) -> Iterator[str]:
-        yield from self._tensors
-        yield from self._others
-
-    @override
-    def __len__(self) -> int:
-        return len(self._tensors) + len(self._others)
-
-
-def as_store(store: Any) -> ShadowStore:
-    """Return a store unchanged, or a ``HostStore`` for ``None``."""
-    if store is None:
-        return HostStore()
-    if isinstance(store, ShadowStore) and not isinstance(store, type):
-        return store
-    raise InvalidValueError(
-        "is not a valid store for a shadow",
-        "write HostStore(), DeviceStore() or FileStore(folder=...)",
-        "store",
-        store,
-    )
-
-
-def room_for(master: MasterWeights, store: ShadowStore) -> EMATensors:
-    """Allocate an uninitialised 1-D fp32 tensor in ``store`` for every fragment of this rank."""
-    sizes = {address.key: address.numel for address in master.addresses}
-    return store.allocate(sizes, device=master.device)

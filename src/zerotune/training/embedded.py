@@ -47,8 +47,9 @@ from zerotune.offload import OffloadManager
 from zerotune.plan.context import RunFacts
 from zerotune.plan.facts import ModelFacts
 from zerotune.platform import detect_platform
+from zerotune.training.arguments import as_plan
 from zerotune.training.save import SHADOW_BEGINS, begun_anew, gone_on
-from zerotune.training.setup import PlanSource, as_plan, leased, settled, start_hosted
+from zerotune.training.setup import PlanSource, leased, settled, start_hosted
 
 if TYPE_CHECKING:
     from argparse import Namespace

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import attrs
 import torch
 import torch.distributed as dist
-from torch.utils.data import TensorDataset
 from typing_extensions import Never
 
 from zerotune.backend.accelerator import accelerator_for
@@ -23,14 +20,9 @@ from zerotune.backend.host.engine import HostEngine, require_other_engine, why_n
 from zerotune.backend.host.plain import PlainHostEngine, SharedPlainHostEngine
 from zerotune.backend.host.ranks import SharedHostEngine, why_not_together
 from zerotune.backend.plain import PlainEngine
-from zerotune.backend.trained_parts import TrainedParts
 from zerotune.decisions import Decision, announce
-from zerotune.diffusion.data import BucketStream, DataStream, ImageTensors
-from zerotune.diffusion.data.sources import ImageSource
-from zerotune.diffusion.data.streams import BatchStream, BucketedDataset, RepeatedBatches
-from zerotune.diffusion.models.family import Unconditional
 from zerotune.diffusion.pretrained import Pretrained
-from zerotune.errors import DataError, EngineError, InvalidValueError
+from zerotune.errors import EngineError
 from zerotune.offload import OffloadManager
 from zerotune.offload.manager import local_ranks
 from zerotune.offload.space import fit_host_memory
@@ -40,9 +32,18 @@ from zerotune.plan.facts import ModelFacts
 from zerotune.plan.plan import Advice, DeepSpeedPlan, ResolvedPlan
 from zerotune.plan.resolved import host_obstacle
 from zerotune.platform import Platform, detect_platform
+from zerotune.training.arguments import (
+    as_plan,
+    check_kind,
+    check_model,
+    check_resolver,
+    refuse_unknown,
+)
 from zerotune.training.memory import Situation, advising
 
 if TYPE_CHECKING:
+    import os
+
     from zerotune.backend.engine import Engine
 
 
@@ -282,7 +283,9 @@ _HOSTS: Final[Mapping[tuple[bool, bool], type[HostEngine]]] = {
     (False, True): SharedPlainHostEngine,
 }
 """By whether DeepSpeed is used, and whether there are several ranks."""
+
 _WITHOUT: Final = "the optimizer is an Adam in host memory, and DeepSpeed is off"
+
 _BY_DEFAULT: Final = (
     'the optimizer is an Adam in host memory; plan.resolve(engine="deepspeed") selects the other'
 )
@@ -327,372 +330,3 @@ def _on_the_device(plan: ResolvedPlan, obstacle: str) -> ResolvedPlan:
         plan=attrs.evolve(plan.plan, zero_optimization=None),
         decisions=(*plan.decisions, decision),
     )
-
-
-# -- Checking and converting arguments of ``Trainer`` and ``prepare`` before anything starts.
-
-
-def as_plan(plan: Any) -> DeepSpeedPlan | ResolvedPlan | Advice:
-    """Convert a configuration, or the path to a configuration file, into a plan."""
-    if isinstance(plan, DeepSpeedPlan | ResolvedPlan | Advice):
-        return plan
-    if isinstance(plan, str | os.PathLike):
-        return DeepSpeedPlan.load(plan)
-    if isinstance(plan, Mapping):
-        return DeepSpeedPlan.from_dict(plan)
-    raise InvalidValueError(
-        "is not a plan",
-        "pass a DeepSpeedPlan, a DeepSpeed configuration as a dict, or the path of a "
-        "configuration file",
-        "plan",
-        plan,
-    )
-
-
-def check_model(model: Any) -> None:
-    """Check that the model is a module that can be trained."""
-    if isinstance(model, torch.nn.Module):
-        _check_whole(model)
-        return
-    value: Any = model if isinstance(model, str | os.PathLike) else type(model).__name__
-    if isinstance(model, type):
-        value, why = model.__name__, "is a class, not a model"
-        fix = f"create the model: {value}(…) or {value}.from_pretrained(FOLDER)"
-    elif isinstance(model, str | os.PathLike):
-        why = "is a path to a model, not the model itself"
-        fix = f"write loaded = zerotune.load_pretrained({os.fspath(model)!r}), then loaded.model"
-    elif hasattr(model, "components") or hasattr(model, "save_pretrained"):
-        why = "is a whole pipeline, but only one of its models can be trained"
-        fix = "use zerotune.load_pretrained(FOLDER), which returns model and objective, or pass "
-        fix += "pipeline.unet or pipeline.transformer"
-    else:
-        why, fix = "is not a torch.nn.Module", "pass the module to train"
-    raise InvalidValueError(why, fix, "model", value)
-
-
-def _check_whole(model: torch.nn.Module) -> None:
-    """Check that no module is compiled, lazy, sparse, or wrapped by peft's modules_to_save."""
-    for name, module in model.named_modules():
-        key, value = f"model.{name}" if name else "model", type(module).__name__
-        if "_orig_mod" in vars(module)["_modules"]:
-            raise InvalidValueError(
-                "torch.compile returned this module, which adds _orig_mod to the names of weights "
-                "in checkpoints and exports",
-                "pass the original module and compile=True, or write "
-                "module.forward = torch.compile(module.forward)",
-                key,
-                value,
-            )
-        if any(map(torch.nn.parameter.is_lazy, module.parameters(recurse=False))):
-            raise InvalidValueError(
-                "is a lazy module, whose weights have no shape yet",
-                "call the model once before you pass it",
-                key,
-                value,
-            )
-        if type(module).__name__ == "ModulesToSaveWrapper":
-            raise InvalidValueError(
-                "peft wraps this module, which would rename its weights in checkpoints and exports",
-                "omit modules_to_save, and target the module with adapters as well",
-                f"{key} (modules_to_save)",
-                value,
-            )
-        if getattr(module, "sparse", None) is True and module.weight.requires_grad:
-            raise InvalidValueError(
-                "has sparse gradients, which no engine supports",
-                "write sparse=False",
-                f"{key}.sparse",
-                True,
-            )
-
-
-def check_objective(objective: Any, model: torch.nn.Module) -> None:
-    """Check that the objective passes the conditioning that the model requires.
-
-    Args:
-        objective: The objective; ``None`` means the default objective, which is unconditional.
-        model: The model that the objective calls.
-    """
-    if objective is not None:
-        _check_callable(objective)
-    if objective is not None and not isinstance(getattr(objective, "family", None), Unconditional):
-        return
-    called = model.primary if isinstance(model, TrainedParts) else model
-    needed = _conditioning_of(called)
-    if needed is None:
-        return
-    labels = needed == "class_labels"
-    raise InvalidValueError(
-        f"{type(called).__name__} is conditioned on {needed}, and "
-        + ("the default objective" if objective is None else "the objective's family")
-        + " passes only noisy images",
-        "write objective=FlowMatchingObjective(family=ClassConditional())"
-        if labels
-        else "write loaded = zerotune.load_pretrained(FOLDER), then objective=loaded.objective()",
-        "objective",
-        None if objective is None else type(objective).__name__,
-    )
-
-
-_LOSSES: Final = "torch.nn.modules.loss"
-
-
-def _check_callable(objective: Any) -> None:
-    of_torch = getattr(objective, "__module__", "") in ("torch.nn.functional", _LOSSES)
-    if callable(objective) and not isinstance(objective, type) and not of_torch:
-        try:
-            inspect.signature(objective).bind("model", "batch", "generator")
-        except TypeError as error:
-            raise InvalidValueError(
-                f"must accept model, batch and generator ({error})",
-                "write def objective(model, batch, generator): … return loss",
-                "objective",
-                getattr(objective, "__name__", type(objective).__name__),
-            ) from error
-        except ValueError:  # Some C callables have no signature.
-            pass
-        return
-    raise _no_objective(objective)
-
-
-def _no_objective(objective: Any) -> InvalidValueError:
-    name = objective.__name__ if isinstance(objective, type) else type(objective).__name__
-    if isinstance(objective, type):
-        why, fix = "is a class", f"create an instance: objective={name}(…)"
-    elif callable(objective):
-        name = getattr(objective, "__name__", name)
-        why = "compares two tensors, but an objective computes the loss of a batch"
-        fix = "write objective=DenoisingObjective() or FlowMatchingObjective(), or omit objective"
-    elif hasattr(objective, "config") and hasattr(objective, "step"):
-        why = "is a scheduler, not an objective"
-        flow = "Flow" in name
-        kind = "FlowMatchingObjective" if flow else "DenoisingObjective"
-        fix = f"write objective={kind}(scheduler=…, family=…), or use "
-        fix += "zerotune.load_pretrained(FOLDER).objective(), which has the folder's scheduler"
-    else:
-        why = "is not callable; an objective computes the loss"
-        fix = "pass FlowMatchingObjective(family=…), DenoisingObjective(family=…), "
-        fix += "zerotune.load_pretrained(FOLDER).objective(), or a function of model, batch and "
-        fix += "generator"
-    return InvalidValueError(
-        why, fix, "objective", objective if isinstance(objective, str) else name
-    )
-
-
-def _conditioning_of(model: torch.nn.Module) -> str | None:
-    """Return the arguments a model requires besides noisy images and time steps."""
-    if getattr(model, "class_embedding", None) is not None:
-        return "class_labels"
-    taken = list(inspect.signature(model.forward).parameters.values())
-    # The second argument of SD3's and Flux's transformers is the text, not the time step.
-    if [each.name for each in taken[1:2]] == ["encoder_hidden_states"]:
-        return "encoder_hidden_states"
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    required = [
-        each.name
-        for each in taken[2:]
-        if each.kind in named and each.default is inspect.Parameter.empty
-    ]
-    return ", ".join(required) or None
-
-
-def check_resolver(resolver: Any, *, key: str = "resolver") -> None:
-    """Check that the argument is an optimizer resolver, not an optimizer."""
-    if resolver is None or isinstance(resolver, OptimizerResolver):
-        return
-    kind = resolver if isinstance(resolver, type) else type(resolver)
-    if issubclass(kind, torch.optim.Optimizer):
-        name = kind.__name__
-        why = "cannot be used: the engine builds the optimizer for the weights that ZeRO partitions"
-    else:
-        name = resolver if isinstance(resolver, str) else "AdamW"
-        why = "is not an OptimizerResolver"
-    raise InvalidValueError(
-        why,
-        f'set the optimizer with DeepSpeedPlan.build(optimizer="{name}", lr=…), or '
-        f'pass resolver=OptimizerResolver(overrides={{"optimizer.type": "{name}", "lr": …}})',
-        key,
-        resolver if isinstance(resolver, str) else kind.__name__,
-    )
-
-
-def refuse_unknown(arguments: Mapping[str, Any], call: str) -> None:
-    """Reject unknown keyword arguments.
-
-    Raises:
-        InvalidValueError: An argument is named ``optimizer``; the optimizer belongs in the plan.
-        TypeError: An argument with any other name is given.
-    """
-    if isinstance(arguments.get("optimizer"), OptimizerResolver):
-        raise InvalidValueError(
-            "is a resolver, not an optimizer",
-            "write resolver=… instead of optimizer=…",
-            "optimizer",
-            "OptimizerResolver",
-        )
-    check_resolver(arguments.get("optimizer"), key="optimizer")
-    if arguments:
-        raise TypeError(f"{call}() got an unexpected keyword argument {min(arguments)!r}")
-
-
-def check_kind(value: Any, kind: type, *, key: str, write: str) -> None:
-    """Check the class of an optional argument.
-
-    Args:
-        value: The argument's value; ``None`` if omitted.
-        kind: The required class or runtime-checkable protocol.
-        key: Name of the argument.
-        write: Expression that the error's fix recommends.
-    """
-    if value is None or (isinstance(value, kind) and not isinstance(value, type)):
-        return
-    raise InvalidValueError(
-        "is a class" if isinstance(value, type) else f"is not a valid {kind.__name__}",
-        f"write {key}={write}",
-        key,
-        value.__name__ if isinstance(value, type) else value,
-    )
-
-
-# -- Converting data to endless, resumable micro batches.
-
-
-_IMAGES_AND_LABELS: Final = 2
-_IMAGE_BATCH_DIMS: Final = 4
-
-
-def as_stream(data: Any, *, engine: Engine, seed: int, **loading: Any) -> BatchStream | None:
-    """Return a stream of this rank's micro batches.
-
-    Args:
-        data: A ``BatchStream`` (returned unchanged), a dataset, an iterable of this rank's batches,
-            or ``None``. Any object with ``__len__`` and ``__getitem__`` counts as a dataset, except
-            lists and tuples. A dataset is sharded across the ranks; each batch of a bucketed
-            dataset such as ``PreparedImages`` comes from one bucket.
-        engine: Provides rank, world size and micro batch size.
-        seed: Seed of the order in which a dataset's samples are read.
-        loading: ``num_workers`` and ``pin_memory``; accepted only with a dataset.
-    """
-    if data is None or isinstance(data, BatchStream):
-        _check_not_reading(loading, data)
-        if isinstance(data, DataStream | BucketStream):
-            _check_ranks(data, engine.group)
-        return data
-    if isinstance(data, str | os.PathLike | ImageSource):
-        raise _only_photos(data)
-    is_dataset = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-    if is_dataset and not isinstance(data, list | tuple):
-        if not isinstance(data, BucketedDataset):
-            data = samples_by_name(data)
-        stream = BucketStream if isinstance(data, BucketedDataset) else DataStream
-        return stream(
-            data,
-            micro_batch_size=engine.plan.micro_batch_size,
-            seed=seed,
-            rank=engine.group.rank,
-            world_size=engine.group.world_size,
-            **loading,
-        )
-    if isinstance(data, Iterable):
-        _check_not_reading(loading, data)
-        return RepeatedBatches(data)
-    raise DataError(
-        "is neither a dataset nor an iterable of batches",
-        "pass a dataset with __len__ and __getitem__, or a DataLoader",
-        "data",
-        type(data).__name__,
-    )
-
-
-def _check_ranks(stream: DataStream | BucketStream, group: ProcessGroup) -> None:
-    """Check that a stream yields the batches of this rank, and not those of another."""
-    if (stream.rank, stream.world_size) != (group.rank, group.world_size):
-        raise InvalidValueError(
-            f"the stream yields the batches of rank {stream.rank} of {stream.world_size}, but this "
-            f"is rank {group.rank} of {group.world_size}; the ranks would repeat or skip samples",
-            "create the stream without rank and world_size, which are then the launcher's, or "
-            "pass the dataset",
-            "data",
-            f"{type(stream).__name__}(rank={stream.rank}, world_size={stream.world_size})",
-        )
-
-
-def _check_not_reading(loading: Mapping[str, Any], data: Any) -> None:
-    if loading:
-        raise InvalidValueError(
-            "apply to datasets only, because an iterable of batches loads its batches itself",
-            "pass the dataset, or pass num_workers and pin_memory to the loader or stream",
-            "workers, pin",
-            type(data).__name__,
-        )
-
-
-def _only_photos(data: Any) -> DataError:
-    """Return the error for images that have not been resized to a common size."""
-    path = isinstance(data, str | os.PathLike)
-    source = f"ImageFolder({os.fspath(data)!r})" if path else type(data).__name__ + "(…)"
-    return DataError(
-        "is a path to images, not a dataset"
-        if path
-        else "contains images of different sizes, which cannot form a batch",
-        f"write data=PreparedImages({source}, buckets=AspectBuckets(area=1024 * 1024)), or "
-        "encode latents and text embeddings once with zerotune.encode_dataset",
-        "data",
-        data if path else type(data).__name__,
-    )
-
-
-def samples_by_name(data: Any) -> Any:
-    """Return a dataset of dicts; a ``TensorDataset`` of images and labels is wrapped."""
-    if isinstance(data, TensorDataset) and len(data.tensors) <= _IMAGES_AND_LABELS:
-        images, *labels = data.tensors
-        if images.ndim == _IMAGE_BATCH_DIMS and images.is_floating_point():
-            return ImageTensors(images=images, labels=labels[0] if labels else None)
-    if len(data):
-        check_named(data[0], key="data[0]")
-    return data
-
-
-def check_named(batch: Any, *, key: str) -> None:
-    """Check that a sample or batch is a dict of tensors."""
-    if isinstance(batch, Mapping):
-        odd = {
-            name: type(value).__name__
-            for name, value in batch.items()
-            if value is None or isinstance(value, str | bytes) or _is_picture(value)
-        }
-        if odd:
-            raise DataError(
-                "cannot be converted to tensors",
-                "encode these values first with zerotune.encode_dataset or PreparedImages("
-                'DatasetImages(dataset, image="image", caption="text"), buckets=…), or omit them',
-                key,
-                odd,
-            )
-        return
-    kinds = [type(each).__name__ for each in batch] if isinstance(batch, list | tuple) else []
-    raise DataError(
-        "is not a dict; samples and batches are dicts that map names to tensors",
-        _dict_instead(batch),
-        key,
-        f"{type(batch).__name__} of {', '.join(kinds)}" if kinds else type(batch).__name__,
-    )
-
-
-def _is_picture(value: Any) -> bool:
-    return type(value).__module__.partition(".")[0] == "PIL"
-
-
-def _dict_instead(batch: Any) -> str:
-    pair = isinstance(batch, list | tuple) and len(batch) > 0
-    if _is_picture(batch[0] if pair else batch):
-        take = (
-            "image=0, caption=lambda _: ''" if pair else "image=lambda s: s, caption=lambda _: ''"
-        )
-        return f"use PreparedImages(DatasetImages(dataset, {take}), buckets=…); see docs/data.md"
-    if pair:
-        return (
-            'return {"images": …, "labels": …} with images (c, h, w) in [-1, 1], or use '
-            "ImageTensors(images=…, labels=…)"
-        )
-    return 'return {"images": …} with images (c, h, w) in [-1, 1], or use ImageTensors(images=…)'

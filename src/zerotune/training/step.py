@@ -21,13 +21,14 @@ from zerotune.backend.step_state import fault_of
 from zerotune.checkpoint.folders import finite_checkpoint
 from zerotune.decisions import Decision, announce
 from zerotune.errors import DataError, TrainingError
+from zerotune.training.batches import check_named
 from zerotune.training.events import PHASES, StepMetrics
 from zerotune.training.memory import device_peak, host_peak
-from zerotune.training.setup import check_named
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
-    from zerotune.diffusion.data.streams import Batch, BatchStream
+    from zerotune.diffusion.data.batches import Batch
+    from zerotune.diffusion.data.streams import BatchStream
     from zerotune.diffusion.objective import Objective
     from zerotune.training.events import RunView
 

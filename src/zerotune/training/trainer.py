@@ -39,6 +39,8 @@ from zerotune.training.activations import (
     recomputes,
     set_recomputing,
 )
+from zerotune.training.arguments import check_kind, check_objective, refuse_unknown
+from zerotune.training.batches import as_stream
 from zerotune.training.emas import EMA, TrainerEMAs, as_ema
 from zerotune.training.events import Callback, as_callbacks
 from zerotune.training.memory import (
@@ -52,14 +54,7 @@ from zerotune.training.memory import (
 from zerotune.training.progress import ProgressBar
 from zerotune.training.report import Record, Report
 from zerotune.training.save import resumed, rolled_back, seed_everything, trainer_state
-from zerotune.training.setup import (
-    PlanSource,
-    as_stream,
-    check_kind,
-    check_objective,
-    prepare,
-    refuse_unknown,
-)
+from zerotune.training.setup import PlanSource, prepare
 from zerotune.training.step import NonFinite, NonFinitePolicy, RaiseNonFinite, StepClock, TrainStep
 from zerotune.training.stop import Goal, StopBeforeDiskFills, Stopping, with_signals
 from zerotune.training.validate import SampleOptions, draw

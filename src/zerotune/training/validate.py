@@ -17,17 +17,18 @@ from zerotune._util.files import write_atomically
 from zerotune._util.text import whole
 from zerotune.backend.distributed import together
 from zerotune.checkpoint.generators import capture_generators, restore_generators
-from zerotune.diffusion.data.streams import BucketedDataset, stack_samples
+from zerotune.diffusion.data.batches import stack_samples
+from zerotune.diffusion.data.streams import BucketedDataset
 from zerotune.diffusion.grid import animated_png, clips_to_grid, images_to_grid
 from zerotune.diffusion.held_out import validation_loss
 from zerotune.diffusion.sampling import sample
 from zerotune.errors import InvalidValueError
+from zerotune.training.batches import samples_by_name
 from zerotune.training.events import Callback
-from zerotune.training.setup import samples_by_name
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
-    from zerotune.diffusion.data.streams import Batch
+    from zerotune.diffusion.data.batches import Batch
     from zerotune.training.emas import TrainerEMAs
     from zerotune.training.events import RunView, StepMetrics
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerotune.diffusion.data import AspectBuckets, BucketStream
+from zerotune.diffusion.data.batches import Captions, stack_samples
 from zerotune.diffusion.data.buckets import Bucket
 from zerotune.diffusion.data.order import BucketOrder
-from zerotune.diffusion.data.streams import Captions, stack_samples
 from zerotune.errors import DataError, InvalidValueError
 
 sides = st.integers(1, 9000)

@@ -29,14 +29,8 @@ from zerotune.diffusion.data import (
     TagShuffle,
     TextBeside,
 )
-from zerotune.diffusion.data.cache import (
-    CachedImages,
-    CacheSettings,
-    TensorCache,
-    cache_latents,
-    cache_texts,
-    hash_weights,
-)
+from zerotune.diffusion.data.cache import CacheSettings, TensorCache, hash_weights
+from zerotune.diffusion.data.caching import CachedImages, cache_latents, cache_texts
 from zerotune.diffusion.data.order import Draw
 from zerotune.errors import DataError, InvalidValueError
 

@@ -26,8 +26,9 @@ from zerotune.diffusion.data import (
     ClipFolder,
     PreparedClips,
 )
-from zerotune.diffusion.data.cache import CacheSettings, TensorCache, cache_latents
-from zerotune.diffusion.data.clips import ClipItem
+from zerotune.diffusion.data.cache import CacheSettings, TensorCache
+from zerotune.diffusion.data.caching import cache_latents
+from zerotune.diffusion.data.clip_buckets import ClipItem
 from zerotune.diffusion.data.order import Draw
 from zerotune.diffusion.data.sources import JoinedSources, RepeatedSource
 from zerotune.errors import DataError, InvalidValueError, MissingDependencyError

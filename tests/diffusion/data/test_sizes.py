@@ -179,7 +179,7 @@ def test_clips_are_decoded_only_once(tmp_path, cuttings, monkeypatch):
         cuttings[0].save(frames / f"{number}.png")
     first = ClipFolder(tmp_path / "clips").item(0)
     decoded = []
-    monkeypatch.setattr("zerotune.diffusion.data.clips.decode", decoded.append)
+    monkeypatch.setattr("zerotune.diffusion.data.videos.decode", decoded.append)
     assert ClipFolder(tmp_path / "clips").item(0) == first
     assert decoded == []
 

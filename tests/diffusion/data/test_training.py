@@ -15,7 +15,8 @@ from zerotune.diffusion.data import (
     ImageFolder,
     PreparedImages,
 )
-from zerotune.diffusion.data.cache import CachedImages, CacheSettings, TensorCache, cache_latents
+from zerotune.diffusion.data.cache import CacheSettings, TensorCache
+from zerotune.diffusion.data.caching import CachedImages, cache_latents
 from zerotune.errors import DataError
 from zerotune.training.validate import ValidationLoss
 

@@ -1,7 +1,8 @@
 # All that the package exports: for type checkers, and for ``zerotune._util.lazy`` at run time.
 
+from zerotune.diffusion.data.batches import ImageTensors as ImageTensors
 from zerotune.diffusion.data.buckets import AspectBuckets as AspectBuckets
-from zerotune.diffusion.data.clips import ClipBuckets as ClipBuckets
+from zerotune.diffusion.data.clip_buckets import ClipBuckets as ClipBuckets
 from zerotune.diffusion.data.clips import ClipFolder as ClipFolder
 from zerotune.diffusion.data.clips import PreparedClips as PreparedClips
 from zerotune.diffusion.data.folder import ImageFolder as ImageFolder
@@ -15,4 +16,3 @@ from zerotune.diffusion.data.preparation import PreparedImages as PreparedImages
 from zerotune.diffusion.data.preparation import TagShuffle as TagShuffle
 from zerotune.diffusion.data.streams import BucketStream as BucketStream
 from zerotune.diffusion.data.streams import DataStream as DataStream
-from zerotune.diffusion.data.streams import ImageTensors as ImageTensors

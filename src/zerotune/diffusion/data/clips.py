@@ -2,199 +2,42 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
-import attrs
 import torch
 
-from zerotune._util.files import check_regular, system_errors
-from zerotune._util.text import validated, whole
+from zerotune._util.files import system_errors
 from zerotune.decisions import Decision, announce
-from zerotune.diffusion.data.buckets import AspectBuckets, Bucket, BucketAssignment, Placement, Size
+from zerotune.diffusion.data.buckets import BucketAssignment, Size
+from zerotune.diffusion.data.clip_buckets import ClipItem, checked_rate, frame_numbers
 from zerotune.diffusion.data.folder import CaptionFiles, caption_files
 from zerotune.diffusion.data.images import (
     SUFFIXES,
     BrokenImage,
     OnBroken,
-    bytes_of,
     check_choice,
-    decode,
-    image_size,
     need,
     readable_errors,
-    reading,
     why,
 )
-from zerotune.diffusion.data.preparation import (
-    Augmentation,
-    Preparation,
-    PreparedImages,
-    to_pixels,
-)
-from zerotune.diffusion.data.sources import ImageItem, SizeIndex, scan, stamp_of, worded
-from zerotune.errors import DataError, InvalidValueError
+from zerotune.diffusion.data.preparation import Augmentation, Preparation, PreparedImages, to_pixels
+from zerotune.diffusion.data.sources import SizeIndex, scan, stamp_of, worded
+from zerotune.diffusion.data.videos import CLIP_CHECKS, VIDEOS, FramesInFolder, VideoFile
+from zerotune.errors import DataError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-VIDEOS: Final = frozenset((".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm"))
-"""File extensions of videos, matched case-insensitively."""
-
-_FINEST: Final = 60_060
-"""Maximum denominator of a frame rate, so that 24000/1001 and similar rates stay exact."""
-
-_HALF: Final = Fraction(1, 2)
-
-
-# -- Videos, and folders of frames.
-
-
-class Clip(Protocol):
-    """Protocol for reading one stored clip."""
-
-    @property
-    def rate(self) -> Fraction:
-        """Frames per second."""
-        ...
-
-    def first(self) -> tuple[Size, int]:
-        """Return the upright first frame's width and height, and the declared number of frames."""
-        ...
-
-    def images(self) -> Iterator[Image]:
-        """Return all frames as upright images, RGB or RGBA."""
-        ...
-
-    def picked(self, numbers: Sequence[int]) -> list[Image]:
-        """Return the frames with the given indices.
-
-        Args:
-            numbers: Indices in ascending order; duplicates are allowed.
-        """
-        ...
-
-    def content(self) -> str:
-        """Return a hash of the stored clip."""
-        ...
-
-
-@attrs.frozen(kw_only=True)
-class _FramesInFolder:
-    files: tuple[Path, ...]
-    rate: Fraction
-
-    def first(self) -> tuple[Size, int]:
-        return image_size(self.files[0], "header"), len(self.files)
-
-    def images(self) -> Iterator[Image]:
-        return map(decode, self.files)
-
-    def picked(self, numbers: Sequence[int]) -> list[Image]:
-        read = {number: decode(self.files[number]) for number in set(numbers)}
-        return [read[number] for number in numbers]
-
-    def content(self) -> str:
-        # Hash each frame separately, so that the boundaries between frames count.
-        digest = hashlib.sha256()
-        for file in self.files:
-            digest.update(hashlib.sha256(bytes_of(file)).digest())
-        return digest.hexdigest()
-
-
-@attrs.frozen(kw_only=True)
-class _VideoFile:
-    path: Path
-    rate: Fraction
-
-    @classmethod
-    def open(cls, path: Path) -> _VideoFile:
-        with _container(path) as (_, stream):
-            rate = stream.average_rate or stream.guessed_rate
-        if not rate or rate <= 0:
-            raise ValueError("the file does not declare a frame rate")
-        return cls(path=path, rate=Fraction(rate))
-
-    def first(self) -> tuple[Size, int]:
-        with _container(self.path) as (_, stream):
-            count = int(stream.frames)
-            if not count and stream.duration is not None and stream.time_base is not None:
-                count = int(stream.duration * stream.time_base * self.rate)
-        width, height = next(self.images()).size
-        return (width, height), count
-
-    def images(self) -> Iterator[Image]:
-        with _container(self.path) as (container, _):
-            for frame in container.decode(video=0):
-                image: Image = frame.to_image()
-                turned = int(getattr(frame, "rotation", 0) or 0)
-                yield image.rotate(turned, expand=True) if turned else image
-
-    def picked(self, numbers: Sequence[int]) -> list[Image]:
-        wanted, read = set(numbers), {}
-        count = 0
-        for count, image in enumerate(self.images(), start=1):
-            if count - 1 in wanted:
-                read[count - 1] = image
-            if len(read) == len(wanted):
-                return [read[number] for number in numbers]
-        raise ValueError(f"the clip ends after {count} frames, but frame {max(wanted)} is needed")
-
-    def content(self) -> str:
-        digest = hashlib.sha256()
-        with reading(self.path) as file:
-            while part := file.read(1 << 20):
-                digest.update(part)
-        return digest.hexdigest()
-
-
-@contextmanager
-def _container(path: Path) -> Iterator[tuple[Any, Any]]:
-    """Open a video, and yield it with its first video stream."""
-    check_regular(path)
-    with need("av", package="av", extra="video").open(os.fspath(path)) as container:
-        if not container.streams.video:
-            raise ValueError("the file contains no images")
-        yield container, container.streams.video[0]
-
-
-def _whole(clip: Clip) -> tuple[Size, int]:
-    """Decode every frame, and return the common size and the number of frames."""
-    sizes = [image.size for image in clip.images()]
-    if len(set(sizes)) != 1:
-        found = ", ".join(f"{width}x{height}" for width, height in sorted(set(sizes)))
-        raise ValueError(f"its frames have different sizes: {found}" if sizes else "no frames")
-    return sizes[0], len(sizes)
-
-
-def _first(clip: Clip) -> tuple[Size, int]:
-    """Decode the first frame, and trust the declared number of frames."""
-    size, count = clip.first()
-    if count < 1:
-        raise ValueError('the file does not declare its length; use check="whole"')
-    return size, count
-
-
-_CLIP_CHECKS: Final = {"whole": _whole, "first": _first}
+    from zerotune.diffusion.data.clip_buckets import ClipBuckets
+    from zerotune.diffusion.data.videos import Clip
 
 
 # -- The source.
-
-
-@attrs.frozen(kw_only=True)
-class ClipItem(ImageItem):
-    """Metadata of a clip."""
-
-    frames: int
-    """Number of frames."""
-    rate: Fraction
-    """Frames per second."""
 
 
 class ClipSource(Protocol):
@@ -264,12 +107,12 @@ class ClipFolder:
         check: Literal["whole", "first"] = "whole",
         on_broken: OnBroken = "skip",
     ) -> None:
-        place, rate = Path(root), _checked_rate(frame_rate, key="frame_rate")
+        place, rate = Path(root), checked_rate(frame_rate, key="frame_rate")
         with system_errors(DataError, place, "the clip folder cannot be read"):
             there = place.is_dir()
         if not there:
             raise DataError("is not a folder", "pass a folder of clips", "root", os.fspath(root))
-        check_choice(check, tuple(_CLIP_CHECKS), key="check")
+        check_choice(check, tuple(CLIP_CHECKS), key="check")
         found, strays = _clips_in(place)
         videos = any(isinstance(files, Path) for files in found.values())
         self._errors: tuple[type[Exception], ...] = ()
@@ -281,15 +124,15 @@ class ClipFolder:
         clips: dict[str, Clip] = {}
 
         def read(name: str) -> tuple[int, int, int]:
-            (width, height), frames = _CLIP_CHECKS[check](clips[name])
+            (width, height), frames = CLIP_CHECKS[check](clips[name])
             return width, height, frames
 
         def look(name: str) -> tuple[Size, int]:
             files = found[name]
             clips[name] = (
-                _FramesInFolder(files=files, rate=rate)
+                FramesInFolder(files=files, rate=rate)
                 if isinstance(files, tuple)
-                else _VideoFile.open(files)
+                else VideoFile.open(files)
             )
             width, height, frames = index.get(name, lambda: read(name))
             return (width, height), frames
@@ -312,7 +155,7 @@ class ClipFolder:
             errors=self._errors,
         )
         self._clips: list[Clip] = [clips[each.name] for each in self._items]
-        folders = sum(isinstance(clip, _FramesInFolder) for clip in self._clips)
+        folders = sum(isinstance(clip, FramesInFolder) for clip in self._clips)
         self.decisions = (*decisions, *_rate_decision(rate, folders), *scanned)
         announce(self.decisions)
 
@@ -388,195 +231,6 @@ def _rate_decision(rate: Fraction, folders: int) -> tuple[Decision, ...]:
     )
 
 
-def _checked_rate(value: float | Fraction, *, key: str) -> Fraction:
-    if not 0 < value < float("inf"):
-        raise InvalidValueError(
-            "must be a finite number above 0", "write the number of frames per second", key, value
-        )
-    return Fraction(value).limit_denominator(_FINEST)
-
-
-# -- Buckets of frames, height and width.
-
-
-@attrs.frozen(kw_only=True, order=True)
-class ClipBucket(Bucket):
-    """Target size of a clip: width, height and number of frames."""
-
-    frames: int
-
-    def __str__(self) -> str:
-        return f"{super().__str__()}x{self.frames}"
-
-
-@attrs.frozen(kw_only=True)
-class ClipPlacement(Placement):
-    """How a clip is fitted to its bucket: frames are selected, resized and cropped."""
-
-    bucket: ClipBucket
-    start: int
-    """Index of the first selected frame."""
-    step: Fraction
-    """Number of source frames per selected frame; may be fractional."""
-    fps: Fraction
-    """Frames per second in training."""
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """Indices of the source frames that are nearest to the frame times in training."""
-        return tuple(
-            self.start + int(number * self.step + _HALF) for number in range(self.bucket.frames)
-        )
-
-
-def _rising(lengths: Iterable[int]) -> tuple[int, ...]:
-    return tuple(sorted(set(lengths)))
-
-
-def _frames_per_second(value: float | Fraction) -> Fraction:
-    return _checked_rate(value, key="ClipBuckets.fps")
-
-
-@attrs.frozen(kw_only=True)
-class ClipBuckets:
-    """Buckets for clips: one for every pair of a size in ``sizes`` and a length in ``frames``.
-
-    A clip is assigned to the bucket with the greatest length for which it has enough frames, and
-    with the nearest aspect ratio. A clip that is longer than its bucket loses frames at both ends.
-
-    Raises:
-        InvalidValueError: The VAE does not support one of the lengths, or ``fps`` is not above 0.
-    """
-
-    sizes: AspectBuckets
-    """Widths and heights of the buckets, the same for every length."""
-    compression: int = attrs.field(default=4, validator=validated(whole, fix="write 1"))
-    """Number of video frames that the VAE encodes as one latent frame
-    (``family.parts.latents.frames``). The first latent frame encodes only one video frame."""
-    frames: tuple[int, ...] = attrs.field(default=(17, 33, 49, 81), converter=_rising)
-    """Lengths in frames, each 1 more than a multiple of ``compression``; 1 is a still image."""
-    fps: Fraction | None = attrs.field(
-        default=None, converter=attrs.converters.optional(_frames_per_second)
-    )
-    """Frame rate in training; frames are dropped or repeated to reach it. By default, each clip
-    keeps its own frame rate."""
-
-    @frames.validator
-    def _check_lengths(self, _attribute: Any, value: tuple[int, ...]) -> None:
-        for frames in value:
-            whole(frames, key="frames", fix="write a number of frames, such as 17")
-            if (frames - 1) % self.compression:
-                below = frames - (frames - 1) % self.compression
-                raise InvalidValueError(
-                    f"must be 1 more than a multiple of {self.compression}, because the VAE "
-                    f"compresses every {self.compression} frames after the first into one latent "
-                    "frame",
-                    f"write {below} or {below + self.compression}",
-                    "frames",
-                    frames,
-                )
-        if not value:
-            raise InvalidValueError("no length is given", "write (17,)", "frames", value)
-
-    def step(self, item: ClipItem) -> Fraction:
-        """Return the number of source frames per selected frame.
-
-        Args:
-            item: Metadata of the clip.
-        """
-        return Fraction(1) if self.fps is None else item.rate / self.fps
-
-    def length(self, item: ClipItem) -> int | None:
-        """Return the greatest length for which a clip has enough frames; ``None`` if there is none.
-
-        Args:
-            item: Metadata of the clip.
-        """
-        available = int((item.frames - 1) / self.step(item)) + 1
-        return max((length for length in self.frames if length <= available), default=None)
-
-    def assign(self, items: Sequence[ClipItem], *, minimum: int = 1) -> BucketAssignment:
-        """Assign every clip to a bucket.
-
-        Args:
-            items: Metadata of the clips.
-            minimum: Minimum number of clips per bucket, such as the micro batch size. Clips from
-                buckets below this minimum move to the nearest bucket of the same length that has
-                enough clips.
-
-        Raises:
-            DataError: There are no clips, or a clip is too short for all lengths.
-        """
-        if not items:
-            raise DataError("is empty", "pass at least one clip", "clips", 0)
-        lengths = [self.length(item) for item in items]
-        self._refuse_short(items, lengths)
-        placements: dict[int, Placement] = {}
-        decisions: list[Decision] = []
-        for length in sorted(set(cast("list[int]", lengths))):
-            members = [index for index, found in enumerate(lengths) if found == length]
-            part = self.sizes.assign([items[index].size for index in members], minimum=minimum)
-            decisions += part.decisions
-            for index, flat in zip(members, part.placements, strict=True):
-                placements[index] = self._placed(items[index], flat, length)
-        ordered = tuple(placements[index] for index in range(len(items)))
-        decisions += self._frame_decisions(items, ordered)
-        return BucketAssignment(placements=ordered, decisions=tuple(decisions))
-
-    def _placed(self, item: ClipItem, flat: Placement, length: int) -> ClipPlacement:
-        step = self.step(item)
-        last = int((length - 1) * step + _HALF)
-        return ClipPlacement(
-            bucket=ClipBucket(width=flat.bucket.width, height=flat.bucket.height, frames=length),
-            original=flat.original,
-            resized=flat.resized,
-            start=(item.frames - 1 - last) // 2,
-            step=step,
-            fps=self.fps or item.rate,
-        )
-
-    def _refuse_short(self, items: Sequence[ClipItem], lengths: Sequence[int | None]) -> None:
-        short = [item for item, length in zip(items, lengths, strict=True) if length is None]
-        if short:
-            named = ", ".join(f"{item.name} ({item.frames})" for item in short[:5])
-            raise DataError(
-                f"{len(short)} of {len(items)} clips are too short for the shortest length: "
-                + named
-                + (", …" if len(short) > 5 else ""),
-                "add a shorter length (1 is a still image), reduce fps, or remove these clips",
-                "frames",
-                self.frames,
-            )
-
-    def _frame_decisions(
-        self, items: Sequence[ClipItem], placements: Sequence[Placement]
-    ) -> Iterator[Decision]:
-        slow = [item.name for item in items if self.step(item) < 1]
-        if slow:
-            yield Decision(
-                "clips.fps",
-                None,
-                str(self.fps),
-                f"{len(slow)} of {len(items)} clips ({slow[0]}, …) have a lower frame rate "
-                "than the target, so some frames are repeated",
-                "warning",
-            )
-        spans = [numbers[-1] - numbers[0] + 1 for numbers in map(_frame_numbers, placements)]
-        there = sum(item.frames for item in items)
-        if sum(spans) < there:
-            yield Decision(
-                "clips.frames",
-                there,
-                sum(spans),
-                "clips that are longer than their bucket lose frames at both ends; to use "
-                "all frames, cut long clips into several clips",
-            )
-
-
-def _frame_numbers(placement: Placement) -> tuple[int, ...]:
-    return cast("ClipPlacement", placement).numbers
-
-
 # -- The dataset.
 
 
@@ -623,6 +277,6 @@ class PreparedClips(PreparedImages):
         """Return a clip (3, frames, h, w) in [-1, 1]."""
         placement = self.assignment.placements[index]
         source: Any = self.source
-        frames = source.frames(index, _frame_numbers(placement))
+        frames = source.frames(index, frame_numbers(placement))
         each = (to_pixels(one, placement, self.preparation, flipped=flipped) for one in frames)
         return torch.stack(list(each), dim=1)

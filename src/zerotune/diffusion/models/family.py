@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zerotune._util.text import probability, validated
-from zerotune.diffusion.data.streams import check_float
+from zerotune.diffusion.data.batches import check_float
 from zerotune.errors import DataError, InvalidValueError
 
 Conditioning = Mapping[str, Tensor]

@@ -22,8 +22,8 @@ from zerotune._util.text import json_of
 from zerotune.backend.accelerator import current_accelerator
 from zerotune.backend.trained_parts import primary_of
 from zerotune.backend.upstream import check_whole, unpartitioned
+from zerotune.diffusion.data.batches import row_of, stack_named
 from zerotune.diffusion.data.cache import hash_key, hash_weights
-from zerotune.diffusion.data.streams import row_of, stack_named
 from zerotune.diffusion.models.family import Denoiser
 from zerotune.diffusion.models.latents import LatentSpace
 from zerotune.errors import DataError, MissingDependencyError

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from zerotune._util.text import probability, validated
-from zerotune.diffusion.data.cache import EDITS, TEXTS, CacheSettings
+from zerotune.diffusion.data.batches import Captions, row_of, stack_named
+from zerotune.diffusion.data.cache import CacheSettings
+from zerotune.diffusion.data.caching import EDITS, TEXTS
 from zerotune.diffusion.data.preparation import REFERENCE_IMAGES
-from zerotune.diffusion.data.streams import Captions, row_of, stack_named
 from zerotune.diffusion.models.family import (
     Conditioning,
     Denoiser,

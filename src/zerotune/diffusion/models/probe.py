@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from zerotune.backend.upstream import unpartitioned
 from zerotune.decisions import Decision
-from zerotune.diffusion.data.streams import row_of, stack_named
+from zerotune.diffusion.data.batches import row_of, stack_named
 from zerotune.diffusion.models.pipeline import pipeline_name
 from zerotune.diffusion.passes import sizes_only
 from zerotune.errors import DataError, InvalidValueError, ZeroTuneError

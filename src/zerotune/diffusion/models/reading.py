@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from zerotune.diffusion.data.cache import EDITS, check_edits, hash_key
-from zerotune.diffusion.data.streams import row_of, stack_named
+from zerotune.diffusion.data.batches import row_of, stack_named
+from zerotune.diffusion.data.cache import hash_key
+from zerotune.diffusion.data.caching import EDITS, check_edits
 from zerotune.diffusion.models.family import Drawing
 from zerotune.diffusion.models.pipeline import FrozenParts
 from zerotune.diffusion.models.pipeline_family import PipelineFamily
