@@ -64,9 +64,9 @@ def test_a_syntax_error_survives_pickling() -> None:
     assert (error.source, error.line, error.fix) == ("ds.json", 3, "quote it")
 
 
-@pytest.mark.parametrize("cls", CLASSES)
-def test_the_docstring_lists_every_error_class(cls: type[ZeroTuneError]) -> None:
-    assert cls.__name__ in (errors.__doc__ or "")
+def test_the_docstring_lists_every_error_class() -> None:
+    for cls in CLASSES:
+        assert cls.__name__ in (errors.__doc__ or "")
 
 
 @pytest.mark.parametrize(

@@ -148,14 +148,14 @@ def test_a_file_runs_the_same_after_any_conversion(name):
     assert_every_way(expected, plan, () if plan.launch is None else (*plan.launch.to_dict(),))
 
 
-@pytest.mark.parametrize("name", ACCELERATE)
-def test_lossy_settings_never_include_the_precision(name):
-    plan = from_yaml_text(ACCELERATE[name])
-    lossy = set(plan.launch.to_dict()) - {"mixed_precision"}
-    document = plan_document(plan, "deepspeed", lossy=lossy)
-    again = DeepSpeedPlan.from_json(document.text)
-    assert again.precision == plan.precision
-    assert "mixed_precision" not in json.loads(document.text)
+def test_lossy_settings_never_include_the_precision():
+    for name in ACCELERATE:
+        plan = from_yaml_text(ACCELERATE[name])
+        lossy = set(plan.launch.to_dict()) - {"mixed_precision"}
+        document = plan_document(plan, "deepspeed", lossy=lossy)
+        again = DeepSpeedPlan.from_json(document.text)
+        assert again.precision == plan.precision
+        assert "mixed_precision" not in json.loads(document.text)
 
 
 def test_launcher_defaults_are_dropped_without_permission():

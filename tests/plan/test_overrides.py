@@ -170,11 +170,11 @@ def test_allowed_unknown_keys_stay_allowed():
     assert new.launch.extra == {"newest": 3}
 
 
-@pytest.mark.parametrize("name", sorted(SHORT_NAMES))
-def test_every_short_name_leads_to_an_existing_setting(name, plan):
-    refusal = None
-    try:
-        plan.with_overrides({name: "auto"})
-    except PlanError as error:  # an existing setting that may not be "auto"
-        refusal = error
-    assert not isinstance(refusal, UnknownKeyError)
+def test_every_short_name_leads_to_an_existing_setting(plan):
+    for name in sorted(SHORT_NAMES):
+        refusal = None
+        try:
+            plan.with_overrides({name: "auto"})
+        except PlanError as error:  # an existing setting that may not be "auto"
+            refusal = error
+        assert not isinstance(refusal, UnknownKeyError)

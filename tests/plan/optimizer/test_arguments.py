@@ -85,13 +85,13 @@ def test_a_choice_is_normalised_to_deepspeeds_spelling():
     assert check(kind, " Linear", section="scheduler.params") == "linear"
 
 
-@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
-def test_every_default_passes_its_own_check(name):
-    for parameter in OPTIMIZERS[name].parameters:
-        if parameter.optional:
-            continue
-        for value in (parameter.default, parameter.unwritten):
-            assert check(parameter, value, section="optimizer.params") == value
+def test_every_default_passes_its_own_check():
+    for name in sorted(OPTIMIZERS):
+        for parameter in OPTIMIZERS[name].parameters:
+            if parameter.optional:
+                continue
+            for value in (parameter.default, parameter.unwritten):
+                assert check(parameter, value, section="optimizer.params") == value
 
 
 JSON = st.recursive(

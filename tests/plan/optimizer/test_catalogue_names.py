@@ -10,9 +10,8 @@ from zerotune.plan.optimizer.names import normalise_optimizer_name, parse_optimi
 from zerotune.plan.optimizer.schedules import SCHEDULERS, normalise_scheduler_name
 
 
-@pytest.mark.parametrize(
-    ("written", "canonical"),
-    [
+def test_every_spelling_has_a_canonical_name():
+    for written, canonical in [
         ("adamw", "AdamW"),
         ("ADAM_W", "AdamW"),
         ("adam-w", "AdamW"),
@@ -39,10 +38,8 @@ from zerotune.plan.optimizer.schedules import SCHEDULERS, normalise_scheduler_na
         ("adamw_torch", "AdamW"),
         ("rms-prop", "RMSprop"),
         ("mup.MuAdamW", "MuAdamW"),
-    ],
-)
-def test_every_spelling_has_a_canonical_name(written, canonical):
-    assert normalise_optimizer_name(written) == canonical
+    ]:
+        assert normalise_optimizer_name(written) == canonical
 
 
 def test_class_names_are_distinguished_from_optimizer_names():
