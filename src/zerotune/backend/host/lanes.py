@@ -9,12 +9,15 @@ by a thread, so gradients are copied in the calling one.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 import torch
+
+from zerotune.errors import EngineError
 
 _DONE: Final[Future[None]] = Future()
 _DONE.set_result(None)
@@ -37,7 +40,7 @@ class Copy:
         Raises:
             BaseException: The copy, or the update that it waited for, has failed.
         """
-        event = self._queued.result()
+        event = self._result()
         if event is not None:
             self._lane.computation.wait_event(event)
 
@@ -47,9 +50,14 @@ class Copy:
         Raises:
             BaseException: The copy, or the update that it waited for, has failed.
         """
-        event = self._queued.result()
+        event = self._result()
         if event is not None:
             event.synchronize()
+
+    def _result(self) -> Any:
+        if not self.is_done:
+            check_process(self._lane.pid)
+        return self._queued.result()
 
     def when_done(self, call: Callable[[], None]) -> None:
         """Call a function once the lane has processed the copy, successfully or not.
@@ -79,6 +87,7 @@ class Lane:
         self, name: str, *, device: torch.device, streams: Any = None, in_caller: bool = False
     ) -> None:
         self._device, self._streams = device, streams
+        self.pid = os.getpid()
         self._stream = None if streams is None else streams.Stream(device)
         self._in_caller = in_caller
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"zerotune-{name}")
@@ -111,6 +120,7 @@ class Lane:
         if self._in_caller:
             self._run(copy, wait, then, None)
             return Copy(self, _DONE)
+        check_process(self.pid)
         ready = None if self._stream is None else self.computation.record_event()
         with self._lock:
             return Copy(self, self._thread.submit(self._run, copy, wait, then, ready))
@@ -150,3 +160,23 @@ class Lane:
     def close(self) -> None:
         """End the thread once all requested copies are done."""
         self._thread.shutdown()
+
+
+def check_process(pid: int) -> None:
+    """Check that this process has the threads that move and update an engine's weights.
+
+    Args:
+        pid: The process that started the engine; a fork of it has no threads.
+
+    Raises:
+        EngineError: This is a fork, which would wait for ever.
+    """
+    if os.getpid() != pid:
+        raise EngineError(
+            "a forked process, such as a worker of a DataLoader, cannot use weights that threads "
+            "of the training process move and update",
+            "use the model in the training process, for example with encode_dataset before "
+            "training, or load a model of its own in the worker",
+            "model",
+            f"process {os.getpid()}, forked from {pid}",
+        )

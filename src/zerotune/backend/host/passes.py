@@ -7,6 +7,7 @@ already updated, it runs afterwards.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -16,7 +17,7 @@ from queue import SimpleQueue
 
 import torch
 
-from zerotune.backend.host.lanes import Copy
+from zerotune.backend.host.lanes import Copy, check_process
 from zerotune.backend.host.units import Unit, UnitPart
 from zerotune.backend.host.updates import Run, average
 from zerotune.backend.master_weights import EMAUpdate
@@ -115,7 +116,7 @@ class Passes:
     """
 
     def __init__(self, *, op: HostStepOp, spare: bool) -> None:
-        self._op, self._spare = op, spare
+        self._op, self._spare, self._pid = op, spare, os.getpid()
         self._lock = threading.RLock()
         self._updating = threading.Lock()
         self._waiting: list[UnitPass] = []
@@ -206,6 +207,7 @@ class Passes:
         Raises:
             BaseException: An update has failed.
         """
+        check_process(self._pid)
         while True:
             ticket: SimpleQueue[None] = SimpleQueue()
             with self._lock:

@@ -161,8 +161,7 @@ class SharedSteps(StreamedSteps):
     def settle(self) -> None:
         super().settle()
         for unit in self._units:
-            if unit.written is not None:
-                unit.written.result()
+            unit.wait_until_written()
 
     @override
     def begin_writing(self) -> None:

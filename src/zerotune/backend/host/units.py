@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import attrs
 import torch
 
+from zerotune.backend.host.lanes import Copy, check_process
 from zerotune.backend.step.adams import (
     VECTOR,
     Masters,
@@ -19,10 +21,6 @@ from zerotune.backend.step.adams import (
 from zerotune.errors import EngineError
 from zerotune.plan.context import MastersName
 from zerotune.plan.facts import UNIT_ALIGNED, outermost_modules, repeated_modules
-
-if TYPE_CHECKING:
-    from zerotune.backend.host.lanes import Copy
-
 
 NamedModules = list[tuple[str, torch.nn.Module]]
 Kind = tuple[bool, torch.dtype]
@@ -219,7 +217,7 @@ class Unit:
         by_parameter: bool = False,
         in_place: bool = False,
     ) -> None:
-        self.name, self.resident = name, resident
+        self.name, self.resident, self._pid = name, resident, os.getpid()
         dtype = members[0][1].dtype
         self.members, self.numel = _laid_out(members, order)
         self.host = memory.weights(self.numel, dtype)
@@ -289,6 +287,17 @@ class Unit:
             masters=kept[1],
             dtype=self.host.dtype,
         )
+
+    def wait_until_written(self) -> None:
+        """Wait until the last step has updated the weights in host memory.
+
+        Raises:
+            BaseException: The update has failed.
+        """
+        if self.written is not None:
+            if not self.written.done():
+                check_process(self._pid)
+            self.written.result()
 
     @property
     def nbytes(self) -> int:

@@ -44,8 +44,7 @@ class Home:
         Raises:
             BaseException: The update has failed.
         """
-        if self.unit.written is not None:
-            self.unit.written.result()
+        self.unit.wait_until_written()
         return self.unit.of_member(self.member)
 
 
