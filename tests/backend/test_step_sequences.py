@@ -49,6 +49,8 @@ class Kind:
     """The last backward pass of a window moves weights."""
     sums_in_place: bool = False
     """The window's gradients are in ``parameter.grad``."""
+    moves_sums: bool = False
+    """A window's last backward pass moves them elsewhere."""
     is_guarded: bool = False
     """Refuses other backward passes before they begin."""
     freezes: bool = True
@@ -70,7 +72,9 @@ KINDS: Final = {
     "streamed": Kind(stage=2, options=STREAMING),
     "eager": Kind(stage=2, options=STREAMING, clipping=0.0, is_eager=True),
     "z0": Kind(stage=0, offload="none", **DEEPSPEED, sums_in_place=True),
-    "z1": Kind(stage=1, offload="none", **DEEPSPEED, freezes=False, sums_in_place=True),
+    "z1": Kind(
+        stage=1, offload="none", **DEEPSPEED, freezes=False, sums_in_place=True, moves_sums=True
+    ),
     "z2 cpu": Kind(
         stage=2,
         options={"engine": "deepspeed"},
@@ -187,8 +191,14 @@ class Reference:
         self.micro = (self.micro // self.accumulation + 1) * self.accumulation
         self.at = "idle"
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the window's gradients are in ``parameter.grad`` now."""
+        moved = self.kind.moves_sums and self.is_last and self.at == "backward"
+        return self.kind.sums_in_place and not moved
+
     def lose_gradients(self) -> None:
-        if self.kind.sums_in_place and self.is_open:
+        if self.is_in_place and self.is_open:
             self.at = "broken"
 
     def fail(self) -> None:
@@ -278,6 +288,24 @@ class Pair:
         if self.kind.stage != 3:
             self.do(False, self.engine.module.scale.sum().backward, raises=StepOrderError)
             self.torch.lose_gradients()
+
+    def clear_gradients(self) -> None:
+        if self.torch.is_open and self.may_begin:
+            self.engine.module.zero_grad()
+            if self.torch.is_in_place:
+                self.torch.model.zero_grad()
+            elif self.torch.at == "backward":
+                self.do(False, self.loop.step, raises=StepOrderError)
+            else:
+                loss = self.loss()
+                self.do(False, lambda: self.loop.backward(loss), raises=StepOrderError)
+
+    def scale_a_gradient(self) -> None:
+        if self.torch.is_open and self.may_begin and self.torch.model.out.weight.grad is not None:
+            legal = self.torch.is_in_place
+            self.do(legal, self.engine.module.out.weight.grad.zero_, raises=StepOrderError)
+            if legal:
+                self.torch.model.out.weight.grad.zero_()
 
     def gradient_of_an_input(self) -> None:
         x = batch(0).requires_grad_()
@@ -390,7 +418,8 @@ CALLS: Final = (
     Pair.forward, Pair.forward_past_the_engine,
     Pair.backward, Pair.backward_of_the_oldest, Pair.step,
     Pair.discard, Pair.foreign_backward, Pair.backward_of_a_part, Pair.gradient_of_an_input,
-    Pair.bad_loss, Pair.evaluate, Pair.failed_forward, Pair.failed_backward,
+    Pair.clear_gradients, Pair.scale_a_gradient, Pair.bad_loss, Pair.evaluate,
+    Pair.failed_forward, Pair.failed_backward,
     Pair.interrupted_forward, Pair.interrupted_backward, Pair.write,
     Pair.train_with_the_average,
 )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from abc import abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -120,6 +120,11 @@ class Engine(Closing):
         return False
 
     @property
+    def _without_grad(self) -> Sequence[torch.Tensor]:
+        """The optimizer's tensors, if their ``grad`` is never used."""
+        return ()
+
+    @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
         """Dtype of the weights and of floating-point inputs in the forward pass.
@@ -163,12 +168,16 @@ class Engine(Closing):
         if torch._C._current_graph_task_id() != -1:
             return self._forward(*args, **kwargs)
         with self.group.naming("training"), uninterrupted():
-            if not torch.is_grad_enabled():
-                return self._forward(*args, **kwargs)
-            self._begin_forward()
-            outputs = self._forward(*args, **kwargs)
-            self._end_forward(outputs)
-            return outputs
+            self._step_state.lift_seals()
+            try:
+                if not torch.is_grad_enabled():
+                    return self._forward(*args, **kwargs)
+                self._begin_forward()
+                outputs = self._forward(*args, **kwargs)
+                self._end_forward(outputs)
+                return outputs
+            finally:
+                self._step_state.seal_gradients()
 
     def _begin_forward(self) -> None:
         self._step_state.ask("forward")
@@ -224,6 +233,8 @@ class Engine(Closing):
             try:
                 outcome = self._step()
             except ZeroTuneError:
+                if self._step_state.stage is Stage.BACKWARD:
+                    self._step_state.seal_gradients()
                 raise
             except BaseException as error:
                 if self._step_state.stage is not Stage.SPOILED:
@@ -245,7 +256,11 @@ class Engine(Closing):
         """
         self._step_state.ask("discard")
         with uninterrupted():
-            self._discard()
+            try:
+                self._discard()
+            except StepOrderError:
+                self._step_state.seal_gradients()
+                raise
             self._step_state.reset()
 
     def load_state(self, state: EngineState) -> None:
@@ -390,7 +405,9 @@ class StartedEngine(Engine):
             self._claim(model)
             self._start(model, plan, timeout_s)
             trained = [p for p in model.parameters() if p.requires_grad]
-            self._step_state.watch(trained, sums_in_place=self._sums_in_place)
+            self._step_state.watch(
+                trained, masters=self._without_grad, sums_in_place=self._sums_in_place
+            )
         self.resources.callback(self._step_state.unwatch)
         self.resources.callback(setattr, self._master_weights, "closed", True)
         # The weights have been copied to their final place; at stage 3, copies one by one, in

@@ -91,9 +91,12 @@ class StepState:
         self._hooks: list[Any] = []
         self._sums_in_place = True
         self._parameters: Sequence[torch.Tensor] = ()
-        self._sealed: Any = None
-        """The smallest watched parameter."""
-        self._seal: torch.Tensor | None = None
+        self._masters: Sequence[torch.Tensor] = ()
+        self._sealed: list[Any] = []
+        self._is_touched = False
+        """Whether other code has changed a gradient that is elsewhere."""
+        self._stand_ins: dict[Any, Any] = {}
+        """What is in ``grad`` for gradients that are elsewhere, by shape, dtype and device."""
 
     def ask(self, call: str) -> None:
         """Check that a call may come next.
@@ -117,6 +120,7 @@ class StepState:
         Args:
             after_failure: Function that returns the stage to enter if the pass fails.
         """
+        self._unseal(check=True)
         self.came_before |= self.came
         self.came = set()
         self._is_passing = self.is_open = True
@@ -128,8 +132,7 @@ class StepState:
         finally:
             self._is_passing = False
         self.stage = Stage.BACKWARD
-        if not self._sums_in_place:
-            self._seal_gradients()
+        self.seal_gradients()
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -163,6 +166,8 @@ class StepState:
         self.is_open = self.is_open and not boundary
         if boundary:
             self._forget()
+        elif self.is_open:
+            self.seal_gradients()
         if self.stage is Stage.BACKWARD:
             self.stage = Stage.IDLE
 
@@ -261,16 +266,22 @@ class StepState:
     def _adds_to_weight(self, node: Any) -> bool:
         return id(getattr(node, "variable", None)) in self._watched
 
-    def watch(self, parameters: Sequence[torch.Tensor], *, sums_in_place: bool) -> None:
+    def watch(
+        self,
+        parameters: Sequence[torch.Tensor],
+        *,
+        masters: Sequence[torch.Tensor] = (),
+        sums_in_place: bool,
+    ) -> None:
         """Drop gradients of parameters that come from other backward passes, with an error.
 
         Args:
             parameters: The trained parameters.
+            masters: Tensors of the optimizer whose ``grad`` is never used.
             sums_in_place: Whether ``grad`` holds the gradients of the accumulation window, which
                 are then dropped too.
         """
-        self._sums_in_place = sums_in_place
-        self._sealed = min(parameters, key=lambda each: each.numel())
+        self._sums_in_place, self._masters = sums_in_place, masters
         self._parameters, self._watched = parameters, frozenset(map(id, parameters))
         for each in parameters:
             hook = each.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
@@ -284,26 +295,41 @@ class StepState:
         for hook in self._hooks:
             hook.remove()
 
-    def _seal_gradients(self) -> None:
+    def seal_gradients(self) -> None:
         """Let other code notice that the gradients are not in ``parameter.grad``."""
         import torch
 
-        with torch._C.DisableTorchFunctionSubclass():
-            if self._sealed.grad is None:
-                zeros = torch.zeros_like(self._sealed, memory_format=torch.preserve_format)
-                self._seal = self._sealed.grad = zeros.as_subclass(_gradient_elsewhere())
-
-    def _unseal(self, *, check: bool) -> None:
-        import torch
-
-        seal, self._seal = self._seal, None
-        if seal is None:
+        came = self.came | self.came_before
+        if not came or self._sealed:
             return
         with torch._C.DisableTorchFunctionSubclass():
-            is_whole = self._sealed.grad is seal
-            self._sealed.grad = None
-            if check and not (is_whole and all(each.grad is None for each in self._parameters)):
-                raise _elsewhere()
+            elsewhere = [p for p in self._parameters if p.grad is None and id(p) in came]
+            self._sealed = [*elsewhere, *self._masters] if elsewhere else []
+            for each in self._sealed:
+                like = each.shape, each.dtype, each.device
+                if like not in self._stand_ins:
+                    self._stand_ins[like] = _stand_in(*like)
+                each.grad = self._stand_ins[like]
+
+    def lift_seals(self) -> None:
+        """Empty ``parameter.grad``, which a compiler would look at, until ``seal_gradients``."""
+        import torch
+
+        sealed, self._sealed = self._sealed, []
+        if not sealed:
+            return
+        kind = _gradient_elsewhere()
+        with torch._C.DisableTorchFunctionSubclass():
+            for each in sealed:
+                self._is_touched |= type(each.grad) is not kind
+                each.grad = None
+            self._is_touched |= any(each.grad is not None for each in self._parameters)
+
+    def _unseal(self, *, check: bool) -> None:
+        self.lift_seals()
+        is_touched, self._is_touched = self._is_touched, False
+        if check and is_touched:
+            raise _elsewhere()
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         import torch
@@ -312,7 +338,7 @@ class StepState:
             self.came.add(id(parameter))
         else:
             with torch._C.DisableTorchFunctionSubclass():
-                parameter.grad = self._seal if parameter is self._sealed else None
+                parameter.grad = None
             error = _foreign()
             if self._sums_in_place and self.is_open and self.stage is not Stage.LOST:
                 self.fail(Stage.BROKEN, error)
@@ -339,11 +365,11 @@ def _foreign() -> StepOrderError:
 
 def _elsewhere() -> StepOrderError:
     return StepOrderError(
-        "other code read or cleared parameter.grad between engine.backward and engine.step, but "
-        "this engine keeps its gradients elsewhere, so that would have no effect",
+        "other code read or cleared parameter.grad between engine.backward and the window's last "
+        "engine.step, but this engine keeps its gradients elsewhere, so that would have no effect",
         "write gradient_clipping into the plan instead of calling clip_grad_norm_, leave "
         "zero_grad and the optimizer's step to the engine, and call engine.discard() to drop "
-        "gradients; parameter.register_hook changes a gradient",
+        "gradients; read or change a gradient in parameter.register_hook",
         "parameter.grad",
     )
 
@@ -359,7 +385,18 @@ def _gradient_elsewhere() -> type[torch.Tensor]:
         def __torch_function__(cls, *_: Any) -> Any:
             raise _elsewhere()
 
+        @classmethod
+        def __torch_dispatch__(cls, *_: Any) -> Any:
+            in_backward = torch._C._current_graph_task_id() != -1
+            raise _foreign() if in_backward else _elsewhere()
+
     return GradientElsewhere
+
+
+def _stand_in(shape: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    # Without memory.
+    kind: Any = _gradient_elsewhere()
+    return kind._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
 
 
 def _call_first(hook: Any, hooks: dict[int, Any]) -> None:

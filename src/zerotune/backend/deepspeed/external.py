@@ -542,16 +542,19 @@ class AttachedEngine(ZeROEngine):
         self.resources.callback(vars(engine).pop, "step")
         for hook in (
             engine.register_forward_pre_hook(self._before_forward),
-            engine.register_forward_hook(self._after_forward),
+            engine.register_forward_hook(self._after_forward, always_call=True),
         ):
             self.resources.callback(hook.remove)
 
     def _before_forward(self, *_: Any) -> None:
+        self._step_state.lift_seals()
         if torch.is_grad_enabled():
             self._begin_forward()
 
     def _after_forward(self, _module: torch.nn.Module, _inputs: Any, outputs: Any) -> None:
-        if torch.is_grad_enabled():
+        self._step_state.seal_gradients()
+        # A failed pass has no outputs.
+        if torch.is_grad_enabled() and outputs is not None:
             self._end_forward(outputs)
 
     @override

@@ -391,6 +391,11 @@ class HostEngine(CountingEngine):
 
     @property
     @override
+    def _without_grad(self) -> Sequence[torch.Tensor]:
+        return [slab.key for unit in self._units for slab in unit.slabs]
+
+    @property
+    @override
     def steps_in_backward(self) -> bool:
         return self._steps.is_eager
 
