@@ -3,12 +3,10 @@ from __future__ import annotations
 import pytest
 
 from tests.plan.rulebook.findings import find, one, zero
-from zerotune.plan import DeepSpeedPlan, ModelFacts
+from zerotune.plan import DeepSpeedPlan
 from zerotune.platform import Platform
 
 CUDA = Platform.synthetic("cuda")
-SDXL = ModelFacts.from_shapes([(f"block{i}", (2_567_463_684 // 87,)) for i in range(87)])
-OLDER = Platform.synthetic("cuda", versions={"torch": "2.9.1"})
 
 
 def test_a_section_without_a_device_is_named_and_recorded_once():
@@ -46,28 +44,3 @@ def test_super_offload_accelerator(accelerator, stage, found):
     config = zero(stage=stage, offload_optimizer={"device": "cpu", "super_offload": True})
     platform = Platform.synthetic(accelerator) if accelerator else None
     assert len(find("super-offload-accelerator", config, platform=platform)) == found
-
-
-def test_pinned_memory_rounding_of_sdxl():
-    config = {**zero(stage=2, offload_optimizer={"device": "cpu"}), "bf16": {"enabled": True}}
-    assert find("pinned-memory-rounding", config, platform=CUDA, model=SDXL) == []
-    finding = one("pinned-memory-rounding", config, platform=OLDER, model=SDXL)
-    # 10.27 GB are rounded up to 16 GiB twice, and 5.13 GB to 8 GiB.
-    assert "adds 16.09 GiB of host memory to each rank's 23.91 GiB" in finding.reason
-    config["zero_optimization"]["offload_optimizer"]["pin_memory"] = False
-    assert find("pinned-memory-rounding", config, platform=OLDER, model=SDXL) == []
-
-
-@pytest.mark.parametrize(
-    ("stage", "context"),
-    [
-        (3, {"platform": OLDER, "model": SDXL}),
-        (2, {"platform": Platform.synthetic("cpu"), "model": SDXL}),
-        (2, {"platform": OLDER}),
-        (2, {"model": SDXL}),
-        (2, {"platform": OLDER, "model": ModelFacts.from_shapes([("a", (1000, 1000))])}),
-    ],
-)
-def test_pinned_memory_rounding_reports_nothing_where_nothing_is_lost(stage, context):
-    config = zero(stage=stage, offload_optimizer={"device": "cpu"})
-    assert find("pinned-memory-rounding", config, **context) == []

@@ -91,11 +91,6 @@ def test_scheduler_cycle(params, run, found):
     assert find("scheduler-cycle", other, run=RunFacts(total_steps=run)) == []
 
 
-def test_range_test():
-    assert one("scheduler-range-test", schedule("LRRangeTest")).severity == "note"
-    assert find("scheduler-range-test", schedule("WarmupLR")) == []
-
-
 @pytest.mark.parametrize(
     ("name", "lr", "params", "fix"),
     [

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from tests.plan.accelerate_runs import launcher_refuses
-from tests.plan.rulebook.findings import find, one, read, zero
+from tests.plan.rulebook.findings import find, one, zero
 from zerotune.plan import DeepSpeedPlan
 from zerotune.platform import Platform
 
@@ -116,12 +116,6 @@ def test_sections_with_names_of_the_user_accept_any_key():
 def test_gradient_sum(operation, keys, found):
     config = {**zero(**keys), "gradient_allreduce_op": operation}
     assert len(find("gradient-sum", config)) == found
-
-
-@pytest.mark.parametrize(("stage", "flag", "found"), [(2, True, 1), (3, True, 0), (2, False, 0)])
-def test_stage_3_launch_flag(stage, flag, found):
-    plan = read(zero(stage=stage), zero3_init_flag=flag)
-    assert len(find("stage-3-launch-flag", plan)) == found
 
 
 @pytest.mark.parametrize(

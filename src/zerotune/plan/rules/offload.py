@@ -19,7 +19,6 @@ from zerotune.plan.resolve.sizes import (
     SUB_GROUP_NVME,
     largest_sub_group,
     optimizer_buffers,
-    pins_exactly,
 )
 from zerotune.plan.rules.rule import (
     ON_CPU,
@@ -39,9 +38,6 @@ from zerotune.plan.rules.rule import (
 from zerotune.plan.settings import Settings
 from zerotune.plan.values import AUTO
 from zerotune.platform.facts import CUDA_ALLOCATORS
-
-_NOTEWORTHY: Final = 1024**3
-"""Bytes of host memory below which rounding is not reported."""
 
 
 @rule(
@@ -132,43 +128,6 @@ def super_offload(case: Case, this: Rule) -> Findings:
 def _super_offloads(plan: Settings) -> bool:
     section = offload_section(plan, "optimizer")
     return section is not None and active(section) and section.extra.get("super_offload") is True
-
-
-@rule(
-    "pinned-memory-rounding",
-    "note",
-    reason="torch rounds each pinned block up to a power of two, which adds {lost} of host memory "
-    "to each rank's {blocks} of buffers",
-    fix="install torch 2.13, set DS_PIN_MEMORY_BACKEND=native, or set pin_memory to false if "
-    "host memory is scarce",
-    edits=({f"{OPTIMIZER}.pin_memory": False},),
-)
-def pinned_memory(case: Case, this: Rule) -> Findings:
-    """Before torch 2.13, rounding of pinned memory wastes 16 GiB for SDXL at stage 2.
-
-    torch rounds each pinned block up to a power of two. With torch 2.13, zerotune disables this
-    rounding. The rule applies only if the model and the torch version are known.
-    """
-    plan, context, section = case.plan, case.context, offload_section(case.plan, "optimizer")
-    here = context.platform
-    if section is None or not active(section) or section.pin_memory is False:
-        return
-    if plan.stage not in (1, 2) or context.model is None or here is None:
-        return
-    if pins_exactly(here):
-        return
-    elements = -(-context.model.trainable_numel // max(1, context.world_size))
-    staging = 2 if plan.precision in ("bf16", "fp16") else 4
-    # Master weights, their gradients and the copy in the model's precision: one block each.
-    blocks = [elements * width for width in (4, 4, staging)]
-    lost = sum((1 << max(0, block - 1).bit_length()) - block for block in blocks)
-    if lost >= _NOTEWORTHY:
-        yield this.finding(
-            "zero_optimization.offload_optimizer.pin_memory",
-            section.pin_memory,
-            lost=format_size(lost),
-            blocks=format_size(sum(blocks)),
-        )
 
 
 # -- Rules on NVMe.

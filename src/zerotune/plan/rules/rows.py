@@ -10,12 +10,9 @@ from zerotune.decisions import Severity
 from zerotune.errors import (
     REMOVAL,
     UNSET,
-    Edits,
-    fix_of,
     writes,
 )
 from zerotune.plan.optimizer.catalogue import ONE_BIT
-from zerotune.plan.optimizer.schedules import canonical_schedule
 from zerotune.plan.resolve.case import Case
 from zerotune.plan.rules.rule import (
     ON_CPU,
@@ -43,17 +40,8 @@ def setting_rule(
     severity: Severity,
     settings: Mapping[str, Callable[[Any], bool]],
     *,
-    summary: str,
-    reason: str,
-    edits: tuple[Edits, ...],
-    fix: str = "",
-    stages: tuple[int, ...] = (),
-    when: Callable[[Settings], Any] | None = None,
-    remark: str = "",
     after: Any = UNSET,
-    only_deepspeed: bool = True,
-    resolved_elsewhere: bool = False,
-    refused_elsewhere: bool = False,
+    **options: Any,
 ) -> Rule:
     """Return a rule that checks the values of single settings.
 
@@ -62,17 +50,8 @@ def setting_rule(
         severity: Severity of the findings.
         settings: Mapping from the path of each setting to a function that returns true for values
             to report.
-        summary: The mistake, in one sentence.
-        reason: Reason for a finding; ``{stage}`` stands for the plan's stage.
-        edits: Alternative changes that mend the plan.
-        fix: What to write instead; by default what ``edits`` do.
-        stages: ZeRO stages to which the rule applies; empty for all stages.
-        when: Additional condition on the plan.
-        remark: Additional sentences for the documentation.
         after: Value of the setting after resolution.
-        only_deepspeed: Whether the rule applies only to runs with DeepSpeed.
-        resolved_elsewhere: As for ``rule``.
-        refused_elsewhere: Whether DeepSpeed or accelerate refuses what zerotune accepts.
+        **options: Attributes of ``Rule``; in ``reason``, ``{stage}`` stands for the plan's stage.
     """
 
     def check(case: Case, this: Rule) -> Findings:
@@ -83,21 +62,7 @@ def setting_rule(
                 shown = value.to_dict() if isinstance(value, Section) else value
                 yield this.finding(path, shown, after=after, stage=plan.stage)
 
-    return Rule(
-        id=rule_id,
-        severity=severity,
-        summary=summary,
-        reason=reason,
-        fix=fix or fix_of(edits),
-        edits=edits,
-        remark=remark,
-        check=check,
-        only_deepspeed=only_deepspeed,
-        resolved_elsewhere=resolved_elsewhere,
-        stages=stages,
-        when=when,
-        refused_elsewhere=refused_elsewhere,
-    )
+    return Rule(id=rule_id, severity=severity, check=check, **options)
 
 
 def is_one(*refused: Any) -> Callable[[Any], bool]:
@@ -201,16 +166,6 @@ SETTING_RULES: Final = (
         reason="DeepSpeed ignores ZeRO++ at stage {stage}, so the key is removed",
         edits=({STAGE: 3}, REMOVAL),
         after=None,
-    ),
-    setting_rule(
-        "stage-3-launch-flag",
-        "note",
-        {"launch.zero3_init_flag": is_one(True)},
-        stages=(0, 1, 2),
-        summary="The launcher's ``zero3_init_flag`` has no effect below stage 3.",
-        reason="the flag requests partitioned parameters, which stage {stage} does not support",
-        edits=(REMOVAL, {STAGE: 3}),
-        remark="accelerate sets the flag to false with a warning.",
     ),
     setting_rule(
         "legacy-stage-1",
@@ -328,20 +283,6 @@ SETTING_RULES: Final = (
         summary="ZenFlow needs the optimizer in host memory.",
         reason="DeepSpeed rejects ZenFlow without offload of the optimizer",
         edits=(ON_CPU, REMOVAL),
-    ),
-    setting_rule(
-        "scheduler-range-test",
-        "note",
-        {
-            "scheduler.type": lambda name: (
-                name is not None and canonical_schedule(name) == "LRRangeTest"
-            )
-        },
-        only_deepspeed=False,
-        summary="``LRRangeTest`` searches for a learning rate and does not train a usable model.",
-        reason="LRRangeTest raises the learning rate until training diverges, to find the largest "
-        "usable one",
-        edits=writes("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"),
     ),
     setting_rule(
         "activation-checkpointing",

@@ -56,27 +56,29 @@ class Rule:
     severity: Severity
     summary: str
     """The mistake, in one sentence for the documentation."""
-    reason: str
+    check: Callable[[Case, Rule], Findings] = attrs.field(repr=False)
+    reason: str = ""
     """Reason for a finding, with placeholders such as ``{name}`` for its values; empty if each
     finding states its own reason."""
-    fix: str
-    """What to write instead, with the same placeholders as ``reason``."""
-    edits: tuple[Edits, ...]
-    """Alternative changes that do what ``fix`` says, if they are the same for each finding."""
-    remark: str
+    edits: tuple[Edits, ...] = ()
+    """Alternative changes that mend the plan, if they are the same for each finding."""
+    fix: str = attrs.Factory(lambda rule: fix_of(rule.edits), takes_self=True)
+    """What to write instead, with the same placeholders as ``reason``; by default what ``edits``
+    do."""
+    remark: str = ""
     """Additional sentences for the documentation."""
-    check: Callable[[Case, Rule], Findings] = attrs.field(repr=False)
-    only_deepspeed: bool
+    only_deepspeed: bool = True
     """Whether the rule applies only to runs with DeepSpeed."""
-    resolved_elsewhere: bool
-    """Whether a later step of resolution decides what the rule reports; see ``rule``."""
+    resolved_elsewhere: bool = False
+    """Whether the choice of the optimizer, that of the precision or the launcher decides what the
+    rule reports, so that resolution does not act on it."""
+    refused_elsewhere: bool = False
+    """Whether DeepSpeed or accelerate refuses what zerotune accepts; ``plan check`` reports such
+    findings as errors."""
     stages: tuple[int, ...] = ()
     """ZeRO stages to which the rule applies; empty for all stages."""
     when: Callable[[Settings], Any] | None = attrs.field(default=None, repr=False)
     """Additional condition on the plan for the rule to apply."""
-    refused_elsewhere: bool = False
-    """Whether DeepSpeed or accelerate refuses what zerotune accepts; ``plan check`` reports such
-    findings as errors."""
 
     @property
     def advice(self) -> str:
@@ -142,16 +144,7 @@ class Rule:
 
 
 def rule(
-    rule_id: str,
-    severity: Severity,
-    *,
-    reason: str = "",
-    fix: str = "",
-    edits: tuple[Edits, ...] = (),
-    only_deepspeed: bool = True,
-    resolved_elsewhere: bool = False,
-    refused_elsewhere: bool = False,
-    when: Callable[[Settings], Any] | None = None,
+    rule_id: str, severity: Severity, **options: Any
 ) -> Callable[[Callable[[Case, Rule], Findings]], Rule]:
     """Turn a function into a rule.
 
@@ -162,32 +155,13 @@ def rule(
         rule_id: The rule's name.
         severity: Severity of the findings; resolution raises errors, corrects what warnings report,
             and ignores notes.
-        reason: Reason for a finding, with placeholders in braces for the values of the finding.
-        fix: What to write instead, with the same placeholders; by default what ``edits`` do.
-        edits: Alternative changes that mend the plan.
-        only_deepspeed: Whether the rule applies only to runs with DeepSpeed.
-        resolved_elsewhere: Whether the choice of the optimizer, that of the precision or the
-            launcher decides what the rule reports, so that resolution does not act on it.
-        refused_elsewhere: Whether DeepSpeed or accelerate refuses what zerotune accepts.
-        when: Condition on the plan for the rule to apply.
+        **options: Attributes of ``Rule``, such as ``reason`` and ``edits``.
     """
 
     def made(function: Callable[[Case, Rule], Findings]) -> Rule:
         summary, _, remark = (function.__doc__ or "").strip().partition("\n")
-        return Rule(
-            id=rule_id,
-            severity=severity,
-            summary=summary,
-            reason=reason,
-            fix=fix or fix_of(edits),
-            edits=edits,
-            remark=" ".join(remark.split()),
-            check=function,
-            only_deepspeed=only_deepspeed,
-            resolved_elsewhere=resolved_elsewhere,
-            refused_elsewhere=refused_elsewhere,
-            when=when,
-        )
+        options.update(summary=summary, remark=" ".join(remark.split()))
+        return Rule(id=rule_id, severity=severity, check=function, **options)
 
     return made
 
