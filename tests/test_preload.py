@@ -6,6 +6,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 SCRIPT = """
     import torch
 
@@ -20,6 +22,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.nightly
 def test_preloading_does_not_initialise_cuda_before_the_fork():
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(SCRIPT)],

@@ -24,12 +24,6 @@ def test_arguments_and_fixtures_reach_every_rank(world_size, word, tmp_path, mon
     assert (tmp_path / rank).read_text() == "made once"
 
 
-@ranks(2, env={"SAID": "so"})
-def test_each_rank_has_its_own_environment():
-    assert os.environ["SAID"] == "so"
-    assert os.environ["LOCAL_RANK"] == os.environ["RANK"]
-
-
 def fails_on_rank_1(limit):
     seen = [1, 2, int(os.environ["RANK"])]
     assert seen == [1, 2, limit], "rank by rank"

@@ -84,46 +84,6 @@ def test_the_oldest_and_newest_release_of_each_package_are_wanted(status: Any) -
             assert f"engine, {package} {one}" in status.WANTED, (written, package, one)
 
 
-def test_one_run_counts_for_both_packages_in_it(
-    status: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    report, page = tmp_path / "tests.xml", tmp_path / "status.md"
-    report.write_text('<testsuites><testcase name="a"/></testsuites>')
-    page.write_text(f"{status.BEGIN}\n{status.END}\n")
-    monkeypatch.setattr(status, "TARGET", page)
-    monkeypatch.setattr(status, "RECORDS", tmp_path / "versions.json")
-    names = ["engine, torch 2.13.0", "engine, deepspeed 0.19.8"]
-    assert status.main([*names, str(report)]) == 0
-    records = status.stored()
-    assert list(records) == names
-    assert {record["passed"] for record in records.values()} == {1}
-
-
-def test_engines_are_counted_by_kind_and_cases_that_failed_are_named(status: Any) -> None:
-    def case(name: str, equal: int = 15) -> dict[str, Any]:
-        different = ["seed 3, lateness 0.3: ema weight"] * (15 - equal)
-        return {"case": name, "runs": 15, "equal": equal, "seconds": 2.4, "different": different}
-
-    found = {
-        "date": "2026-01-02",
-        "torch": "2.13.0",
-        "deepspeed": "0.19.8",
-        "cases": [
-            case("streamed, window 2"),
-            case("streamed, LoRA", equal=14),
-            case("plain, offload"),
-            {"case": "ZeRO-3, NVMe", "error": "no space"},
-        ],
-    }
-    lines = status.engines(found).splitlines()
-    assert "| streamed | 2 | 30 | 29 | 5 s |" in lines
-    assert "| plain | 1 | 15 | 15 | 2 s |" in lines
-    assert "| all | 3 | 45 | 44 | 7 s |" in lines
-    assert "torch 2.13.0, DeepSpeed 0.19.8, 2026-01-02" in lines[-3]
-    assert "streamed, LoRA, 14 of 15 (seed 3, lateness 0.3: ema weight)" in lines[-2]
-    assert lines[-1] == "These cases did not start: ZeRO-3, NVMe."
-
-
 def test_the_engines_table_contains_only_cases_of_the_tests(status: Any) -> None:
     pytest.importorskip("torch", reason="the cases need torch")
     from tests.device.cases import CASES

@@ -244,16 +244,6 @@ def test_adapters_are_estimated_and_suggested(capsys):
     assert "adapters fit: --lora 16," in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("verb", ["advise", "explain"])
-def test_help_lists_the_families(verb, capsys):
-    from zerotune.plan.families import family_names
-
-    with pytest.raises(SystemExit):
-        cli.main(["plan", verb, "--help"])
-    shown = " ".join(capsys.readouterr().out.split())
-    assert ", ".join(family_names()) in shown.replace("- ", "-")
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -45,9 +45,15 @@ def train(run: Run, *, seed: int = 3, **how):
         return {**found, "contents": contents_of(engine), "decisions": engine.decisions}
 
 
-@pytest.mark.parametrize("masters", ["fp32", "split"])
-@pytest.mark.parametrize("clipping", [0.05, 0.0])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("optimizer", "clipping", "masters"),
+    [
+        ("AdamW", 0.05, "fp32"),
+        ("AdamW", 0.0, "split"),
+        ("Adafactor", 0.05, "split"),
+        ("Adafactor", 0.0, "fp32"),
+    ],
+)
 def test_bits_are_those_of_the_whole_model(optimizer, clipping, masters):
     run = Run(family="web", optimizer=optimizer, clipping=clipping, scheduler=False)
     update = DeviceUpdate(masters=masters)
@@ -118,7 +124,7 @@ def test_a_group_that_changes_in_a_step_is_refused():
         _check_unchanged(made[0], made[0].param_groups[0], before)
 
 
-@pytest.mark.parametrize("clipping", [0.05, 0.0])
+@pytest.mark.parametrize("clipping", [0.05, pytest.param(0.0, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("optimizer", OTHERS)
 def test_any_optimizer_with_states_per_weight_gives_its_own_bits(optimizer, clipping):
     run = attrs.evolve(WEB, optimizer=optimizer, clipping=clipping, steps=3)
