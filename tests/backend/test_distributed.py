@@ -140,6 +140,24 @@ def test_a_barrier_stops_waiting_once_a_process_has_ended(tmp_path: Path) -> Non
     assert "(Rank 2 is missing: rank 2 has ended" in said
 
 
+def stopping_the_store() -> None:
+    """Stop the process that hosts the store while the other rank, on another machine, reads it."""
+    on_a_machine(f"machine-{os.environ['RANK']}")
+    group = ProcessGroup(backend="gloo", timeout_s=60)
+    pids = group.gather(os.getpid())
+    if group.is_main:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return
+    with pytest.raises(CollectiveError, match="neither can its store"):
+        group.barrier("go on", timeout_s=3)
+    group.close()
+    os.kill(pids[0], signal.SIGCONT)
+
+
+def test_a_rank_closes_its_group_while_the_host_of_the_store_is_stopped() -> None:
+    run_ranks(stopping_the_store, world_size=2, timeout_s=90)
+
+
 def lost_on_the_way(folder: str, place: str, machines: bool, later: bool) -> None:
     """Kill rank 1 after all ranks arrived, before the first group, or a ``later`` one, is made."""
     rank, here = int(os.environ["RANK"]), Path(folder)
