@@ -47,30 +47,28 @@ def tampered(module: Any, what: str) -> None:
                     getattr(parameter, "ds_tensor", parameter).mul_(1.25)
 
 
-@pytest.mark.parametrize("stage", [PLAIN, 2, 3])
 @pytest.mark.parametrize(
-    ("what", "key", "reason"),
+    ("stage", "what", "key"),
     [
-        ("unfreeze", "model.frozen.weight", "would not be trained"),
-        ("add", "adapter", "would not be trained"),
+        (PLAIN, "unfreeze", "model.frozen.weight"),
+        (3, "unfreeze", "model.frozen.weight"),
+        (2, "add", "adapter"),
     ],
 )
-def test_a_parameter_that_is_not_trained_is_named(stage, what, key, reason):
-    if stage == 3 and what == "add":
-        pytest.skip("DeepSpeed's stage 3 has no room for a module that was not partitioned")
+def test_a_parameter_that_is_not_trained_is_named(stage, what, key):
     (error,) = run_ranks(trained_on, stage, what)
     assert key in error
-    assert reason in error
+    assert "would not be trained" in error
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_weights_written_by_the_user_end_the_run(stage):
     (error,) = run_ranks(trained_on, stage, "write")
     assert "differ from the optimizer's master weights" in error
     assert "master weight" in error
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 @ranks(1)
 def test_an_edit_that_stops_early_leaves_model_and_masters_equal(stage):
     engine = begin(stage, Web(), hidden=False)

@@ -88,7 +88,9 @@ SMALL_BUCKETS = (("reduce_bucket_size", 5_000_000), ("sub_group_size", 6_000_000
             Case(stage=2, offload="cpu", precision="bf16", optimizer="AdamWBF16States"),
             marks=pytest.mark.nightly,
         ),
-        Case(stage=3, precision="bf16", overrides=SMALL_BUCKETS),
+        pytest.param(
+            Case(stage=3, precision="bf16", overrides=SMALL_BUCKETS), marks=pytest.mark.nightly
+        ),
         Case(stage=3, offload="cpu", offload_param="cpu"),
         Case(stage=2, offload="cpu", precision="bf16", streamed=STREAMED),
         Case(stage=2, offload="cpu", precision="bf16", engine="host"),
