@@ -153,6 +153,7 @@ def whole(
     if is_integer(value) and least <= value and (most is None or value <= most):
         return value
     upper = " or more" if most is None else f" to {most}"
+    fix = fix or f"write at least {least}"
     raise InvalidValueError(f"must be a whole number, {least}{upper}", fix, key, value)
 
 

@@ -23,9 +23,7 @@ from zerotune.plan.candidates import (
 )
 from zerotune.plan.context import Context, DeviceUpdate, Streaming, UpdateName
 from zerotune.plan.facts import ModelFacts
-from zerotune.plan.families import as_facts, frozen_beside
-from zerotune.plan.memory.estimate import count, sample_size
-from zerotune.plan.memory.items import EMAPlace, Estimate, Place, Workload
+from zerotune.plan.memory.items import Estimate, Place, Workload
 from zerotune.plan.memory.rates import Rates, known_rates
 from zerotune.plan.optimizer.catalogue import ADAM
 from zerotune.plan.optimizer.names import DEFAULT_OPTIMIZER, entry_of
@@ -125,21 +123,14 @@ _PROVE: Final = "`zerotune doctor --prove` verifies streaming on this machine"
 
 def advise(
     plan: Settings,
-    model: ModelFacts | str | Any,
+    model: ModelFacts,
     context: Context,
+    workload: Workload,
     *,
     vram: int | str | None,
     ram: int | str | None,
     nvme: int | str,
-    batch: int,
-    resolution: int | tuple[int, int] | None,
-    frames: int | None,
-    ema: EMAPlace,
-    frozen_bytes: int,
-    model_in_memory: bool,
     reserve: float,
-    lora: int | None,
-    base_dtype: str | None,
     rates: Rates | None,
     prefer: Preference,
     streamed: bool,
@@ -150,25 +141,16 @@ def advise(
         raise InvalidValueError(
             "is not a known preference", 'write "fastest" or "least offload"', "prefer", prefer
         )
-    facts = as_facts(model, lora=lora, base_dtype=base_dtype)
     device = None if vram is None else parse_size(vram, key="vram")
     host = None if ram is None else parse_size(ram, key="ram")
     platform = _machine(context, device, host)
-    budget = _memory_budget(
-        platform, device, host, nvme=parse_size(nvme, key="nvme"), reserve=reserve
-    )
+    disk = parse_size(nvme, key="nvme")
     request = Request(
-        model=facts,
+        model=model,
         platform=platform,
-        budget=budget,
+        budget=_memory_budget(platform, device, host, nvme=disk, reserve=reserve),
         world_size=context.world_size,
-        workload=Workload(
-            batch=count(batch, "batch"),
-            **sample_size(model, facts, resolution=resolution, frames=frames),
-            ema=ema,
-            frozen_bytes=count(frozen_bytes, "frozen_bytes", least=0) + frozen_beside(model),
-            model_in_memory=model_in_memory,
-        ),
+        workload=workload,
         plan=plan,
         rates=known_rates(platform) if rates is None else rates,
         prefer=prefer,

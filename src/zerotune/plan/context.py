@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
 import attrs
 
-from zerotune._util.text import as_texts, is_integer, is_number, parse_size, whole
+from zerotune._util.text import as_texts, is_number, parse_size, whole
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
 from zerotune.plan.facts import ModelFacts
 
@@ -98,22 +98,15 @@ def _flag(arguments: Any, name: str, kind: type) -> Any:
     )
 
 
-def check_world_size(world_size: Any) -> None:
-    """Raise ``InvalidValueError`` unless ``world_size`` is a positive integer."""
-    if not is_integer(world_size) or world_size < 1:
-        raise InvalidValueError(
-            "must be a whole number of at least 1",
-            "pass the number of processes that train together",
-            "world_size",
-            world_size,
-        )
+def _check_world_size(_instance: object, _attribute: Any, value: Any) -> None:
+    whole(value, key="world_size", fix="pass the number of processes that train together")
 
 
 @attrs.frozen(kw_only=True)
 class Context:
     """Machine, model and run for which a plan is checked."""
 
-    world_size: int = attrs.field(default=1, validator=lambda _, __, value: check_world_size(value))
+    world_size: int = attrs.field(default=1, validator=_check_world_size)
     platform: Platform | None = None
     model: ModelFacts | None = None
     run: RunFacts = attrs.field(factory=RunFacts)

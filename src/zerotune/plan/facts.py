@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import attrs
 
-from zerotune._util.text import is_integer
+from zerotune._util.text import whole
 from zerotune.errors import InvalidValueError
 from zerotune.plan.values import as_tuple
 from zerotune.plan.work import ActivationFacts, ArithmeticFacts
@@ -285,10 +285,7 @@ class ModelFacts:
                 the dtype is unknown.
         """
         check_storage(base_dtype)
-        if not is_integer(rank) or rank < 1:
-            raise InvalidValueError(
-                "must be a whole number", "write the rank, such as 16", "lora", rank
-            )
+        whole(rank, key="lora", fix="write the rank, such as 16")
         ends = tuple(ATTENTION_PROJECTIONS if targets is None else targets)
         adapters = [
             factor for each in self.parameters for factor in each.adapter(rank=rank, ends=ends)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
+from zerotune._util.text import whole
 from zerotune.decisions import Decision, Log, announce
 from zerotune.errors import InvalidValueError, UnknownKeyError, ZeroTuneError
 from zerotune.plan import advise, diff, read, render, resolution, write
@@ -29,6 +30,7 @@ from zerotune.plan.context import (
 )
 from zerotune.plan.diff import PlanDifference
 from zerotune.plan.facts import ModelFacts
+from zerotune.plan.families import as_facts
 from zerotune.plan.memory import estimate
 from zerotune.plan.memory.hosted import with_units_kept
 from zerotune.plan.memory.items import EMAPlace, Estimate, Workload
@@ -567,11 +569,7 @@ class DeepSpeedPlan(Settings):
             update: Where the host engine updates weights, as in ``resolve``.
         """
         return resolution.inspect(
-            self,
-            context,
-            resolve_in=resolve_in,
-            mistakes=mistakes,
-            update=DeviceUpdate.of(update),
+            self, context, resolve_in=resolve_in, mistakes=mistakes, update=DeviceUpdate.of(update)
         )
 
     def explain(self, *, world_size: int = 1, platform: Platform | None = None) -> str:
@@ -687,22 +685,26 @@ class DeepSpeedPlan(Settings):
             gradient_clipping=gradient_clipping,
             optimizer=optimizer,
         )
-        advised = advise.advise(
-            plan,
+        facts = as_facts(model, lora=lora, base_dtype=base_dtype)
+        work = estimate.workload_of(
             model,
-            Context(world_size=world_size, platform=platform),
-            vram=vram,
-            ram=ram,
-            nvme=nvme,
+            facts,
             batch=batch,
             resolution=resolution,
             frames=frames,
-            ema=ema,
             frozen_bytes=frozen_bytes,
+            ema=ema,
             model_in_memory=model_in_memory,
+        )
+        advised = advise.advise(
+            plan,
+            facts,
+            Context(world_size=world_size, platform=platform),
+            work,
+            vram=vram,
+            ram=ram,
+            nvme=nvme,
             reserve=reserve,
-            lora=lora,
-            base_dtype=base_dtype,
             rates=rates,
             prefer=prefer,
             streamed=streamed,
@@ -757,25 +759,32 @@ class DeepSpeedPlan(Settings):
         Raises:
             PlanError: As in ``resolve``, or a family is unknown, or a size is invalid.
         """
-        estimated = estimate.estimate_plan(
-            self,
-            model,
-            Context(world_size=world_size, platform=platform, run=run or RunFacts()),
-            batch=batch,
-            resolution=resolution,
-            frames=frames,
-            ema=ema,
-            gradient_checkpointing=gradient_checkpointing,
-            activation_offload=activation_offload,
-            frozen_bytes=frozen_bytes,
-            model_in_memory=model_in_memory,
-            lora=lora,
-            base_dtype=base_dtype,
+        facts, plan = as_facts(model, lora=lora, base_dtype=base_dtype), self
+        if batch is not None:
+            micro = whole(batch, key="batch")
+            plan = attrs.evolve(plan, train_micro_batch_size_per_gpu=micro, train_batch_size=None)
+        resolved = plan.resolve(
+            platform=platform,
+            model=facts,
+            world_size=world_size,
+            run=run,
             streamed=streamed,
             engine=engine,
-            update=DeviceUpdate.of(update),
+            update=update,
         )
-        return raised(MemoryEstimate, estimated)
+        work = estimate.workload_of(
+            model,
+            facts,
+            batch=resolved.micro_batch_size,
+            resolution=resolution,
+            frames=frames,
+            frozen_bytes=frozen_bytes,
+            gradient_checkpointing=gradient_checkpointing,
+            activation_offload=activation_offload,
+            ema=ema,
+            model_in_memory=model_in_memory,
+        )
+        return resolved.estimate(work)
 
 
 @attrs.frozen(kw_only=True, repr=False)

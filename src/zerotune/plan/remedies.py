@@ -164,8 +164,6 @@ def _adapters(request: Request) -> Remedy | None:
         if fitting is not None:
             base = {} if base_dtype is None else {"base_dtype": base_dtype}
             return Remedy(
-                what="adapters fit",
-                settings={"lora": _SUGGESTED_RANK, **base},
-                gain=fitting.title,
+                what="adapters fit", settings={"lora": _SUGGESTED_RANK, **base}, gain=fitting.title
             )
     return None

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from zerotune.errors import InvalidValueError
 from zerotune.plan.facts import ModelFacts
 from zerotune.plan.memory.traffic import SwapTraffic
 from zerotune.plan.plan import DeepSpeedPlan
@@ -44,10 +41,3 @@ def test_without_nvme_there_is_no_traffic():
     assert traffic(offload="cpu") == SwapTraffic(read=0, written=0)
     # An EMA in a file does not count as DeepSpeed's swap.
     assert traffic(offload="nvme", ema="nvme") == traffic(offload="nvme")
-
-
-def test_the_seconds_follow_from_the_disk_rates():
-    moved = SwapTraffic(read=6_000_000_000, written=2_000_000_000)
-    assert moved.seconds(read_rate=3e9, write_rate=1e9) == pytest.approx(4.0)
-    with pytest.raises(InvalidValueError, match="ds_nvme_tune"):
-        moved.seconds(read_rate=0, write_rate=1e9)

@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, Final, TypedDict
 
-import attrs
-
-from zerotune._util.text import is_integer
+from zerotune._util.text import is_integer, whole
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
-from zerotune.plan.context import Context, DeviceUpdate, EngineName, Streaming
 from zerotune.plan.facts import ModelFacts
-from zerotune.plan.families import ModelFamily, as_facts, frozen_beside, model_family
+from zerotune.plan.families import ModelFamily, frozen_beside, model_family
 from zerotune.plan.memory.costing import (
     BACKWARD,
     CHECKPOINT,
@@ -27,12 +24,10 @@ from zerotune.plan.memory.costing import (
     Costing,
 )
 from zerotune.plan.memory.hosted import hosted
-from zerotune.plan.memory.items import EMAPlace, Estimate, MemoryItem, Workload
+from zerotune.plan.memory.items import Estimate, MemoryItem, Workload
 from zerotune.plan.memory.stage_3 import stage_3
 from zerotune.plan.memory.whole import kept_in, plain, stage_0, stages_1_and_2
-from zerotune.plan.resolution import resolve
 from zerotune.plan.resolved import Resolved
-from zerotune.plan.settings import Settings
 from zerotune.platform.facts import DISCRETE
 
 CONTEXT: Final = GIB // 2
@@ -43,44 +38,30 @@ RUNTIME: Final = GIB
 """Bytes of host RAM that Python, torch and DeepSpeed use; measured on the CPU."""
 
 
-def estimate_plan(
-    plan: Settings,
-    model: ModelFacts | str | Any,
-    context: Context,
+def workload_of(
+    model: Any,
+    facts: ModelFacts,
     *,
-    batch: int | None,
+    batch: int,
     resolution: int | tuple[int, int] | None,
     frames: int | None,
-    ema: EMAPlace,
-    gradient_checkpointing: bool,
-    activation_offload: bool,
     frozen_bytes: int,
-    model_in_memory: bool,
-    lora: int | None,
-    base_dtype: str | None,
-    streamed: bool | Streaming | None,
-    engine: EngineName | None,
-    update: DeviceUpdate | None,
-) -> Estimate:
-    """Estimate the memory of a plan, as ``DeepSpeedPlan.estimate`` does."""
-    facts = as_facts(model, lora=lora, base_dtype=base_dtype)
-    if batch is not None:
-        micro = count(batch, "batch")
-        plan = attrs.evolve(plan, train_micro_batch_size_per_gpu=micro, train_batch_size=None)
-    context = attrs.evolve(context, model=facts)
-    resolved = resolve(plan, context, streamed=streamed, engine=engine, update=update)
-    return estimate_resolved(
-        resolved,
-        Workload(
-            batch=resolved.micro_batch_size,
-            **sample_size(model, facts, resolution=resolution, frames=frames),
-            gradient_checkpointing=gradient_checkpointing,
-            activation_offload=activation_offload,
-            ema=ema,
-            frozen_bytes=count(frozen_bytes, "frozen_bytes", least=0) + frozen_beside(model),
-            model_in_memory=model_in_memory,
-        ),
-    )
+    **options: Any,
+) -> Workload:
+    """Return the workload of a model, a family or a family's name.
+
+    Args:
+        model: What the user passed; a family provides the default size of samples.
+        facts: Facts of the model.
+        batch: Samples per forward pass and rank.
+        resolution: Side length in pixels, or height and width.
+        frames: Number of frames of a clip.
+        frozen_bytes: Bytes of frozen models, besides those that the family needs.
+        **options: Other attributes of ``Workload``.
+    """
+    size = sample_size(model, facts, resolution=resolution, frames=frames)
+    frozen = whole(frozen_bytes, key="frozen_bytes", least=0) + frozen_beside(model)
+    return Workload(batch=whole(batch, key="batch"), frozen_bytes=frozen, **size, **options)
 
 
 def estimate_resolved(resolved: Resolved, workload: Workload) -> Estimate:
@@ -130,7 +111,7 @@ def sample_size(
         frames = known.frames if frames is None else frames
     height, width = sides(resolution)
     if frames is not None:
-        count(frames, "frames")
+        whole(frames, key="frames")
         if facts.frames_per_latent is None:
             raise InvalidValueError(
                 f"is set, but {facts.name} is trained on images, which have no frames",
@@ -155,13 +136,6 @@ def sides(resolution: int | tuple[int, int] | None) -> tuple[int | None, int | N
             resolution,
         )
     return int(pair[0]), int(pair[1])
-
-
-def count(value: Any, key: str, *, least: int = 1) -> int:
-    """Return ``value`` if it is an integer of at least ``least``; otherwise raise an error."""
-    if not is_integer(value) or value < least:
-        raise InvalidValueError("must be a whole number", f"write at least {least}", key, value)
-    return int(value)
 
 
 _BEFORE_THE_MODEL: Final = ("runtime", "frozen parts")

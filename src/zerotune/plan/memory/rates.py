@@ -10,7 +10,7 @@ from typing import Any, Final
 import attrs
 
 from zerotune._util.files import write_atomically
-from zerotune._util.text import is_number, json_of
+from zerotune._util.text import is_number, json_of, positive
 from zerotune.errors import InvalidValueError
 from zerotune.platform.facts import CUDA, Accelerator, Platform, user_cache
 
@@ -21,13 +21,8 @@ _TERA: Final = 1e12
 
 
 def _check_rate(_instance: object, attribute: Any, value: Any) -> None:
-    if not is_rate(value):
-        raise InvalidValueError(
-            "must be a positive number",
-            "measure the rate with `zerotune doctor --rates`",
-            f"rates.{attribute.name}",
-            value,
-        )
+    fix = "measure the rate with `zerotune doctor --rates`"
+    positive(value, key=f"rates.{attribute.name}", fix=fix)
 
 
 def _rate_field() -> Any:
@@ -294,7 +289,9 @@ def known_rates(platform: Platform, *, file: Path | None = None) -> Rates:
     found = _stored_rates(file or rates_file()).get(key)
     if not isinstance(found, Mapping):
         return rates
-    usable = {name: found[name] for name in RATE_NAMES if is_rate(found.get(name))}
+    usable = {
+        name: found[name] for name in RATE_NAMES if is_number(found.get(name)) and found[name] > 0
+    }
     return rates.with_measured(usable, origin="measured on this machine") if usable else rates
 
 
@@ -324,8 +321,3 @@ def _stored_rates(path: Path) -> Mapping[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, Mapping) else {}
-
-
-def is_rate(value: Any) -> bool:
-    """Whether ``value`` is a number above 0."""
-    return is_number(value) and value > 0

@@ -6,11 +6,9 @@ from typing import Final
 
 import attrs
 
-from zerotune.errors import InvalidValueError
 from zerotune.plan.memory.costing import Costing
 from zerotune.plan.memory.hosted import gradients_stay
 from zerotune.plan.memory.items import Estimate
-from zerotune.plan.memory.rates import is_rate
 
 # Counted by the kernel (``/proc/self/io``) in real runs of DeepSpeed 0.19.8: the optimizer reads
 # and writes weight, gradient and states of every element once per step; parameters are read for
@@ -23,26 +21,6 @@ class SwapTraffic:
 
     read: int
     written: int
-
-    def seconds(self, *, read_rate: float, write_rate: float) -> float:
-        """Return the minimum time of a step's disk I/O in seconds, without overlap.
-
-        Args:
-            read_rate: Bytes read per second, shared by the ranks of a machine.
-            write_rate: Bytes written per second, shared by the ranks of a machine.
-
-        Raises:
-            InvalidValueError: A rate is not positive.
-        """
-        for key, rate in (("read_rate", read_rate), ("write_rate", write_rate)):
-            if not is_rate(rate):
-                raise InvalidValueError(
-                    "must be a positive number of bytes per second",
-                    "measure the rate with DeepSpeed's `ds_nvme_tune --nvme_dir ROOT`",
-                    key,
-                    rate,
-                )
-        return self.read / read_rate + self.written / write_rate
 
 
 def swap_traffic(estimate: Estimate) -> SwapTraffic:

@@ -98,11 +98,7 @@ def _on_device(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
     count, part, element = case.trained, case.flat_part, case.element
     yield case.item("master weights", case.device, 4 * part, note=share_of(case, "fp32"))
     yield case.item(
-        "optimizer states",
-        case.device,
-        4 * case.states * part,
-        TRAINING,
-        share_of(case, "fp32"),
+        "optimizer states", case.device, 4 * case.states * part, TRAINING, share_of(case, "fp32")
     )
     kept = count if zero.stage == 1 else part
     yield case.item(

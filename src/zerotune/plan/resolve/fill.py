@@ -339,11 +339,7 @@ class Filler(Log):
         parameters = path.endswith("offload_param")
         if self.accelerator == "cpu":
             section = self.force(
-                section,
-                path,
-                "pin_memory",
-                False,
-                "the CPU accelerator needs no pinned memory",
+                section, path, "pin_memory", False, "the CPU accelerator needs no pinned memory"
             )
         else:
             section = self.fill(section, path, "pin_memory", True)

@@ -121,10 +121,7 @@ def advice_page(advice: Advised, *, most: int | None = None) -> Page:
     counted = "Candidates" if len(every) == count else f"{len(every)} of {count} candidates"
     return Page(
         blocks=(
-            Line(
-                f"Advice for {device}, {host} of host memory, {nvme}{kept}",
-                style="title",
-            ),
+            Line(f"Advice for {device}, {host} of host memory, {nvme}{kept}", style="title"),
             Line(subject(advice.estimate), indent=2),
             Line(""),
             Line(describe(advice.resolved), mark="Chosen:", style="good"),
