@@ -76,7 +76,10 @@ def ours(loaded, **options):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("negative", "guidance"), [("ugly", 3.0), ("", 1.0), ("", 2.5)])
+@pytest.mark.parametrize(
+    ("negative", "guidance"),
+    [("ugly", 3.0), ("", 1.0), pytest.param("", 2.5, marks=pytest.mark.nightly)],
+)
 def test_images_equal_those_of_plain_diffusers(folders, loaded, name, negative, guidance):
     images = ours(loaded[name], negative_prompt=negative, guidance_scale=guidance)
     wanted = plain_images(folders[name], name, negative=negative, guidance=guidance)

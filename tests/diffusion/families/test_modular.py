@@ -91,7 +91,7 @@ def test_texts_and_predictions_equal_those_of_the_built_in_family(load, name, ca
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.parametrize("guidance", [1.0, 3.0])
+@pytest.mark.parametrize("guidance", [pytest.param(1.0, marks=pytest.mark.nightly), 3.0])
 def test_samples_equal_those_of_the_built_in_family(load, name, guidance):
     clip = {"frames": 5} if name == "wan" else {}
     ours, wanted = (

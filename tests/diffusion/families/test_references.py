@@ -61,7 +61,7 @@ def flat(call, name):
     return torch.tensor(value) if isinstance(value, list) else value
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.nightly), 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_model_is_called_like_in_the_pipeline(folders, monkeypatch, name, count):
     loaded = loaded_from(folders[name])
