@@ -13,7 +13,7 @@ import attrs
 import deepspeed
 import pytest
 import torch
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, example, given, seed, settings
 from hypothesis import strategies as st
 
 from tests.backend.act_runs import UNITS
@@ -86,6 +86,14 @@ KINDS: Final = {
     "z3": Kind(
         stage=3,
         offload="none",
+        **DEEPSPEED,
+        is_lost=True,
+        freezes=False,
+        needs_own_forward=True,
+    ),
+    "z3 cpu": Kind(
+        stage=3,
+        options={"engine": "deepspeed"},
         **DEEPSPEED,
         is_lost=True,
         freezes=False,
@@ -459,6 +467,8 @@ def run_kind(name: str, count: int) -> None:
         accumulation=st.sampled_from([1, 2]),
         calls=st.lists(st.sampled_from([c.__name__ for c in CALLS]), min_size=5, max_size=30),
     )
+    @example(accumulation=1, calls=["train", "leave_out", "train", "train"])
+    @example(accumulation=2, calls=["train", "train", "leave_out", "train", "leave_out", "train"])
     def sequences(accumulation: int, calls: list[str]) -> None:
         play(name, accumulation, calls)
 
