@@ -121,7 +121,8 @@ RELATED = {
         "zerotune.diffusion.grid": "clips_to_grid animated_png",
     },
     "zerotune.diffusion.load_pretrained": {
-        "zerotune.diffusion.pretrained": "Pretrained FAMILIES",
+        "zerotune.diffusion.pretrained": "Pretrained",
+        "zerotune.diffusion.known_families": "FAMILIES",
         f"{_MODELS}.pipeline": "FrozenParts",
     },
     "zerotune.diffusion.PipelineFamily": {

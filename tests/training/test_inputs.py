@@ -23,8 +23,8 @@ from tests.support.ranks import ranks
 from zerotune import EMAShadow, export_model
 from zerotune.diffusion import DataStream
 from zerotune.diffusion.data import AspectBuckets, ImageFolder, PreparedImages
+from zerotune.diffusion.known_families import FAMILIES, FAMILY_NAMES, named_family
 from zerotune.diffusion.models.declared import StableDiffusionXL
-from zerotune.diffusion.pretrained import FAMILIES, FAMILY_NAMES, named_family
 from zerotune.errors import (
     DataError,
     InvalidValueError,

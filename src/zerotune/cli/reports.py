@@ -191,8 +191,8 @@ def model_of(arguments: argparse.Namespace) -> ModelFamily:
     if ":" not in name:
         return model_family(name)
     from zerotune.diffusion.facts import family_facts
+    from zerotune.diffusion.known_families import named_family
     from zerotune.diffusion.models.pipeline_family import PipelineFamily
-    from zerotune.diffusion.pretrained import named_family
 
     kind = named_family(name)
     if not issubclass(kind, PipelineFamily):

@@ -32,13 +32,13 @@ from zerotune.diffusion import (
     FlowMatchingObjective,
     load_pretrained,
 )
+from zerotune.diffusion.known_families import FAMILIES
 from zerotune.diffusion.models.declared import (
     Flux,
     StableDiffusion,
     StableDiffusion3,
     StableDiffusionXL,
 )
-from zerotune.diffusion.pretrained import FAMILIES
 from zerotune.errors import DataError, InvalidValueError, MissingDependencyError
 
 KINDS = {"sd15": StableDiffusion, "sdxl": StableDiffusionXL, "sd3": StableDiffusion3, "flux": Flux}

@@ -19,7 +19,7 @@ from tests.support.ranks import ranks, run_ranks
 from tests.support.runs import PLAIN, start
 from zerotune.checkpoint import export_pipeline
 from zerotune.diffusion import load_pretrained, sample
-from zerotune.diffusion.pretrained import FAMILIES
+from zerotune.diffusion.known_families import FAMILIES
 from zerotune.errors import InvalidValueError
 
 
