@@ -6,7 +6,6 @@ import ctypes
 import errno
 import os
 import stat
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -126,7 +125,7 @@ def exchange(one: Path, other: Path) -> None:
 def draft_of(path: Path) -> Path:
     """Return a unique hidden path beside ``path``."""
     # Not the process id, which may occur on several machines that share the disk.
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.draft")
+    return path.with_name(f".{path.name}.{os.urandom(6).hex()}.draft")
 
 
 def write_synced(path: Path, content: bytes) -> None:

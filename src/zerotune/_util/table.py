@@ -7,7 +7,6 @@ At a terminal, text is wrapped to the terminal's width, and findings are coloure
 
 from __future__ import annotations
 
-import html
 import io
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -53,6 +52,13 @@ class Block(Protocol):
         """Return the block as HTML for a notebook."""
 
 
+_ESCAPED: Final = {
+    ord(one): f"&{name};"
+    for one, name in zip("&<>\"'", ("amp", "lt", "gt", "quot", "#x27"), strict=True)
+}
+"""Characters that HTML reserves; the module ``html`` would load a table of 2,000 names."""
+
+
 @attrs.frozen
 class Line:
     """Paragraph, on one line if it fits."""
@@ -96,11 +102,11 @@ class Line:
 
     def html(self) -> str:
         """Return a paragraph."""
-        words = html.escape(self.text.strip())
+        words = self.text.strip().translate(_ESCAPED)
         if not words:
             return ""
         words = f"<b>{words}</b>" if self.style in _BOLD and not self.mark else words
-        mark = f"<b>{html.escape(self.mark)}</b> " if self.mark else ""
+        mark = f"<b>{self.mark.translate(_ESCAPED)}</b> " if self.mark else ""
         return f'<p style="margin:0 0 0 {self.indent / 2}em">{mark}{words}</p>'
 
 
@@ -163,7 +169,7 @@ class Table:
         lines = "".join(
             "<tr>"
             + "".join(
-                f'<{kind} style="text-align:{side}">{html.escape(cell)}</{kind}>'
+                f'<{kind} style="text-align:{side}">{cell.translate(_ESCAPED)}</{kind}>'
                 for side, cell in zip(sides, cells, strict=True)
             )
             + "</tr>"

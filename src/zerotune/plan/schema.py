@@ -12,7 +12,7 @@ import json
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any, Final
 
 from zerotune._util.text import as_number, did_you_mean
@@ -54,6 +54,9 @@ def _documented(body: ast.ClassDef) -> Iterator[tuple[str, str]]:
 # -- Validation of a value against a schema.
 
 
+_DATA: Final = Path(__file__).parent / "data"
+
+
 def whole_schema() -> str:
     """Return every parameter of the newest tested DeepSpeed as JSON Schema (draft 2020-12).
 
@@ -64,7 +67,7 @@ def whole_schema() -> str:
     known. The types are those of DeepSpeed, plus ``"auto"`` where zerotune or DeepSpeed accepts it.
     ``zerotune.plan`` also accepts looser spellings. ``python -m tools.plan_schema`` regenerates it.
     """
-    return (files("zerotune.plan") / "data" / "schema.json").read_text(encoding="utf-8")
+    return (_DATA / "schema.json").read_text(encoding="utf-8")
 
 
 @cache
@@ -73,7 +76,7 @@ def passed_schema() -> Mapping[str, Any]:
 
     ``python -m tools.deepspeed_schema`` regenerates the stored schema.
     """
-    text = (files("zerotune.plan") / "data" / "deepspeed.json").read_text(encoding="utf-8")
+    text = (_DATA / "deepspeed.json").read_text(encoding="utf-8")
     properties: Mapping[str, Any] = json.loads(text)["properties"]
     return properties
 
