@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 from weakref import WeakSet
 
 import attrs
@@ -59,6 +59,22 @@ class OptimizerStates:
         counts: Number of updates of the fragments that have missed some, by key; ``None`` if all
             fragments are always updated.
     """
+
+    _of_packages: ClassVar[dict[str, type[OptimizerStates]]] = {}
+
+    def __init_subclass__(cls, *, package: str) -> None:
+        cls._of_packages[package] = cls
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer | None, key: torch.Tensor) -> OptimizerStates:
+        """Return the states of a tensor, read as the optimizer's package stores them.
+
+        Args:
+            optimizer: The optimizer, as for the constructor.
+            key: The tensor object that is in the optimizer's parameter groups.
+        """
+        package = type(optimizer).__module__.partition(".")[0]
+        return cls._of_packages.get(package, cls)(optimizer, key)
 
     def __init__(
         self,
@@ -976,7 +992,7 @@ class ResidentLayout(MasterLayout):
     @contextmanager
     def reading(self, slab: int) -> Iterator[Slab]:
         key = self._slabs[slab]
-        states = OptimizerStates(self._optimizer, key)
+        states = OptimizerStates.of(self._optimizer, key)
         yield Slab(value=key.data.contiguous(), states=states)
 
     @override
@@ -989,7 +1005,7 @@ class ResidentLayout(MasterLayout):
             finally:
                 if not key.is_contiguous():
                     key.data.copy_(resident.value)
-                    resident.states.write_back()
+                resident.states.write_back()
 
     @override
     def refresh(self) -> None:

@@ -146,7 +146,7 @@ class ShardedLayout(MasterLayout):
 
     @override
     def states_at_rest(self, slab: int) -> OptimizerStates | None:
-        states = OptimizerStates(self._wrapper.optimizer, self.tensors[slab])
+        states = OptimizerStates.of(self._wrapper.optimizer, self.tensors[slab])
         swapped = self._wrapper._swappable_optimizer_subgroup(slab)
         return None if swapped and not states.described_on_nvme else states
 
@@ -163,6 +163,7 @@ class ShardedLayout(MasterLayout):
             try:
                 yield resident
             finally:
+                resident.states.write_back()
                 # While the sub-group is in memory, its low-precision weights can be updated
                 # without a second swap-in, even if the caller has stopped early.
                 self._wrapper._reassign_or_swap_out_partitioned_parameters(slab)
@@ -184,7 +185,7 @@ class ShardedLayout(MasterLayout):
             wrapper._optimizer_states_and_gradient_swap_in(slab)
         try:
             check_master(key, f"sub-group {slab}")
-            yield Slab(value=key.data, states=OptimizerStates(wrapper.optimizer, key))
+            yield Slab(value=key.data, states=OptimizerStates.of(wrapper.optimizer, key))
         finally:
             if swapped:
                 leave(slab)

@@ -9,6 +9,7 @@ from typing import Any, Final, cast
 
 import torch
 
+from zerotune.backend import low_bit as _registered  # noqa: F401
 from zerotune.backend.optimizers.classes import AdamW8BitStates, AdamWBF16States, Lamb, Lion, Muon
 from zerotune.errors import EngineError, MissingDependencyError, OptimizerError
 from zerotune.plan.optimizer.choices import OptimizerChoice, SchedulerChoice

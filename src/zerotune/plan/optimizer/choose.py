@@ -424,8 +424,11 @@ class _Choosing(Log):
     def warn_of_unsaved(self, entry: OptimizerEntry) -> None:
         """Record a warning about states that are not saved."""
         name = entry.name
-        if name in LOW_BIT:
-            reason = "checkpoints do not support 8-bit or 4-bit states, so saving will fail"
+        if name.startswith("TorchAO"):
+            reason = "checkpoints do not support torchao's states, so saving will fail"
+        elif name in LOW_BIT:
+            reason = "checkpoints contain the moments in fp32; a resumed run may differ from an "
+            reason += "uninterrupted one in the last bit of the scale of a block of moments"
         elif entry.own_schedule:
             reason = "checkpoints omit the values that the optimizer keeps for all weights "
             reason += "together, so a resumed run resets them"
