@@ -117,17 +117,13 @@ def plot_memory(
             "path",
             str(path),
         )
-    figure = draw_panels(memory_heading(estimate), memory_panels(estimate, budget=budget))
+    heading = f"Memory per rank: {describe(estimate.resolved)}\n{subject(estimate)}"
+    figure = draw_panels(heading, memory_panels(estimate, budget=budget))
     content = io.BytesIO()
     # Without a date, so that equal estimates give equal files.
     undated = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}.get(kind)
     figure.savefig(content, format=kind, dpi=PIXELS_PER_INCH, metadata=undated)
     return write_whole(path, content.getvalue())
-
-
-def memory_heading(estimate: Estimate) -> str:
-    """Return the heading for a chart of ``estimate``."""
-    return f"Memory per rank: {describe(estimate.resolved)}\n{subject(estimate)}"
 
 
 def memory_panels(estimate: Estimate, *, budget: RankBudget | None = None) -> list[Panel]:

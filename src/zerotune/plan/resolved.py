@@ -270,11 +270,6 @@ class Resolved(Readable):
         streams = Decision("streamed", None, True, chosen.why_streamed)
         return attrs.evolve(chosen, decisions=(*chosen.decisions, streams))
 
-    def with_update_on_host(self, reason: str) -> Self:
-        """Return this plan without an update on the device; a decision records ``reason``."""
-        decision = Decision("update", "device", "host", reason, "warning")
-        return attrs.evolve(self, update=None, decisions=(*self.decisions, decision))
-
     def with_nvme_path(
         self,
         *,
@@ -354,7 +349,13 @@ def host_obstacle(resolved: Resolved) -> str | None:
     """Return why the host engine cannot run a plan; ``None`` if nothing prevents it."""
     if not resolved.uses_deepspeed:
         return _plain_obstacle(resolved)
-    written = resolved.plan.to_dict()
+    written, fp16, zero = (
+        resolved.plan.to_dict(),
+        resolved.plan.fp16,
+        resolved.plan.zero_optimization,
+    )
+    section = zero and zero.offload_optimizer
+    ratio = section.ratio if section and isinstance(section.ratio, (int, float)) else 1.0
     accumulated = written.get("data_types", {}).get("grad_accum_dtype")
     several = _SEVERAL_RANKS & written.keys() if resolved.world_size > 1 else ()
     others = _left_to_deepspeed(resolved.plan) if resolved.is_resident else ()
@@ -365,12 +366,12 @@ def host_obstacle(resolved: Resolved) -> str | None:
         "the optimizer is not in host memory": resolved.offload_optimizer != "cpu",
         **({} if resolved.update else _optimizer_obstacles(resolved.optimizer)),
         "DeepSpeed manages weights on NVMe": resolved.offload_param == "nvme",
-        "only a part of the optimizer is in host memory": _offload_ratio(resolved.plan) < 1,
+        "only a part of the optimizer is in host memory": ratio < 1,
         f"{resolved.why_streamed}, and streaming is off": (
             resolved.streamed is False and not resolved.is_resident
         ),
         "only DeepSpeed casts the model's inputs to fp16": (
-            resolved.precision == "fp16" and _casts_inputs(resolved.plan)
+            resolved.precision == "fp16" and fp16 is not None and fp16.auto_cast is True
         ),
         "the host engine accumulates gradients only in their own dtype": accumulated not in (
             None, resolved.precision,
@@ -414,15 +415,6 @@ def _plain_obstacle(resolved: Resolved) -> str | None:
 
 STEPPED_PLAINLY: Final = frozenset({*ADAM, "AdamWBF16States"})
 PLAIN_NEEDS: Final = "without DeepSpeed, the host engine runs Adam, AdamW and AdamWBF16States"
-
-
-def _casts_inputs(plan: Settings) -> bool:
-    return plan.fp16 is not None and plan.fp16.auto_cast is True
-
-
-def _offload_ratio(plan: Settings) -> float:
-    section = plan.zero_optimization and plan.zero_optimization.offload_optimizer
-    return float(section.ratio) if section and isinstance(section.ratio, (int, float)) else 1.0
 
 
 def _left_to_deepspeed(plan: Settings) -> list[str]:

@@ -212,17 +212,22 @@ class Costing:
         nbytes: float,
         phases: frozenset[Phase] = ALWAYS,
         note: str = "",
+        *,
+        pinned: bool = False,
     ) -> MemoryItem:
-        """Return a component that is not page-locked."""
+        """Return a component, with its size rounded up to whole bytes."""
         return MemoryItem(
-            component=component, place=place, nbytes=math.ceil(nbytes), phases=phases, note=note
+            component=component,
+            place=place,
+            nbytes=math.ceil(nbytes),
+            phases=phases,
+            pinned=pinned,
+            note=note,
         )
 
     def locked(self, component: str, nbytes: float, note: str = "") -> MemoryItem:
         """Return the memory item of a buffer that asynchronous I/O page-locks at its exact size."""
-        return MemoryItem(
-            component=component, place="host", nbytes=math.ceil(nbytes), pinned=True, note=note
-        )
+        return self.item(component, "host", nbytes, note=note, pinned=True)
 
     def pinned(
         self,
@@ -247,14 +252,7 @@ class Costing:
             if total > sum(sizes):
                 note = f"{note}, " if note else ""
                 note += f"{sum(sizes) / GIB:.2f} GiB rounded up to powers of two"
-        return MemoryItem(
-            component=component,
-            place="host",
-            nbytes=total,
-            phases=phases,
-            pinned=not self.on_cpu,
-            note=note,
-        )
+        return self.item(component, "host", total, phases, note, pinned=not self.on_cpu)
 
     def host(
         self,

@@ -61,7 +61,7 @@ _PER_GATHERED: Final = 4
 """Operators per parameter that DeepSpeed adds to a forward pass at stage 3."""
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class TimePart:
     """One part of the predicted time of a step."""
 
@@ -290,11 +290,7 @@ def _dequantized(case: Costing, rates: Rates) -> Iterator[TimePart]:
     for phase, times in passes.items():
         moved = case.resolved.gradient_accumulation_steps * times * nbytes
         yield TimePart(
-            phase=phase,
-            lane="device",
-            what="weights dequantized",
-            seconds=moved / rates.device_memory,
-            rate="device_memory",
+            phase, "device", "weights dequantized", moved / rates.device_memory, "device_memory"
         )
 
 
@@ -302,21 +298,18 @@ def _looked_after(case: Costing, rates: Rates, phase: StepPhase, what: str, each
     trained = sum(one.trainable for one in case.model.parameters)
     begun = each * (trained if phase == "backward" else len(case.model.parameters))
     return TimePart(
-        phase=phase,
-        lane="device" if case.on_cpu else "calls",
-        what=what,
-        seconds=case.resolved.gradient_accumulation_steps * begun / rates.operators,
-        rate="operators",
+        phase,
+        "device" if case.on_cpu else "calls",
+        what,
+        case.resolved.gradient_accumulation_steps * begun / rates.operators,
+        "operators",
     )
 
 
 def _computed(
     case: Costing, work: PassWork, rates: Rates, phase: StepPhase, what: str
 ) -> Iterator[TimePart]:
-    size = {
-        "batch": case.workload.batch,
-        "pixels": case.positions,
-    }
+    size = {"batch": case.workload.batch, "pixels": case.positions}
     times = case.resolved.gradient_accumulation_steps
     suffix = "_fp32" if case.element == 4 else ""
     # On the CPU accelerator, ranks share the cores.
@@ -325,40 +318,32 @@ def _computed(
     for name, speed in relative.items():
         amount = getattr(work, name).of(**size) / speed
         seconds = shared * times * amount / getattr(rates, f"products{suffix}")
-        yield TimePart(
-            phase=phase,
-            lane="device",
-            what=f"{name} of {what}",
-            seconds=seconds,
-            rate=f"products{suffix}",
-        )
+        yield TimePart(phase, "device", f"{name} of {what}", seconds, f"products{suffix}")
+    # A device computes while the host launches the next operators.
     yield TimePart(
-        phase=phase,
-        # A device computes while the host launches the next operators.
-        lane="device" if case.on_cpu else "calls",
-        what=f"operator launches of {what}",
-        seconds=shared * times * work.operators / rates.operators,
-        rate="operators",
+        phase,
+        "device" if case.on_cpu else "calls",
+        f"operator launches of {what}",
+        shared * times * work.operators / rates.operators,
+        "operators",
     )
-    calls = work.product_calls + work.attention_calls
+    calls = (work.product_calls + work.attention_calls) * (
+        _CALL[case.element] if case.on_cpu else 1
+    )
     yield TimePart(
-        phase=phase,
-        lane="device",
-        what=f"product and attention calls of {what}",
-        seconds=shared
-        * times
-        * calls
-        * (_CALL[case.element] if case.on_cpu else 1)
-        / rates.operators,
-        rate="operators",
+        phase,
+        "device",
+        f"product and attention calls of {what}",
+        shared * times * calls / rates.operators,
+        "operators",
     )
     nbytes = times * work.moved.of(**size) * case.element / 2
     yield TimePart(
-        phase=phase,
-        lane="device",
-        what=f"other operators of {what}",
-        seconds=shared * nbytes / getattr(rates, f"device_memory{suffix}"),
-        rate=f"device_memory{suffix}",
+        phase,
+        "device",
+        f"other operators of {what}",
+        shared * nbytes / getattr(rates, f"device_memory{suffix}"),
+        f"device_memory{suffix}",
     )
 
 
@@ -408,17 +393,11 @@ def _moved(case: Costing, estimate: Estimate, rates: Rates) -> Iterator[TimePart
         # The ranks of a machine share its memory and its disk.
         shared = ranks if lane in ("host", "cores", "disk") or what == _ANEW else 1
         seconds = shared * nbytes / getattr(rates, rate)
-        yield TimePart(phase=phase, lane=lane, what=what, seconds=seconds, rate=rate)
+        yield TimePart(phase, lane, what, seconds, rate)
         if rate in _BUS:
             # Host memory is at least as fast as the bus.
             through = ranks * nbytes / max(rates.host_memory, getattr(rates, rate))
-            yield TimePart(
-                phase=phase,
-                lane="host",
-                what=f"{what}, through host memory",
-                seconds=through,
-                rate="host_memory",
-            )
+            yield TimePart(phase, "host", f"{what}, through host memory", through, "host_memory")
 
 
 def _amounts(case: Costing, estimate: Estimate) -> Iterator[_Moved]:

@@ -135,7 +135,8 @@ def _with_update(resolved: Resolved) -> Resolved:
     elif obstacle is None and resolved.precision != "bf16":
         obstacle = f"the plan trains in {resolved.precision}, and not in bf16"
     if obstacle is not None:
-        return resolved.with_update_on_host(obstacle)
+        decision = Decision("update", "device", "host", obstacle, "warning")
+        return attrs.evolve(resolved, update=None, decisions=(*resolved.decisions, decision))
     decision = Decision(
         "update",
         "host",

@@ -119,26 +119,15 @@ class Filler(Log):
         name: str,
         value: Any,
         reason: str,
-        *,
         severity: Severity = "note",
     ) -> SectionT:
-        """Set the key ``name`` to ``value``, which the plan needs to run, and record a decision."""
+        """Set the key ``name`` to ``value``, or remove it (``None``), and record a decision."""
         written = getattr(section, name)
         if written == value:
             return section
-        self.decide(join(path, name), written, value, reason, severity)
-        return evolved(section, **{name: value})
-
-    def drop(
-        self, section: SectionT, path: str, name: str, reason: str, *, severity: Severity = "note"
-    ) -> SectionT:
-        """Remove the key ``name``, which has no effect, and record a decision."""
-        written = getattr(section, name)
-        if written is None:
-            return section
         before = written.to_dict() if isinstance(written, Section) else written
-        self.decide(join(path, name), before, None, reason, severity)
-        return evolved(section, **{name: None})
+        self.decide(join(path, name), before, value, reason, severity)
+        return evolved(section, **{name: value})
 
     def _fill_precision(self, plan: Settings) -> tuple[Bf16Section, Fp16Section]:
         """Return the ``bf16`` and ``fp16`` sections with every key set."""
@@ -196,7 +185,7 @@ class Filler(Log):
             "cpu",
             "on an accelerator without fp16, DeepSpeed 0.19.8 rounds fp32 parameters to "
             "bf16 when it swaps them to NVMe; the parameters stay in host memory instead",
-            severity="warning",
+            "warning",
         )
         return attrs.evolve(zero, offload_param=kept)
 
@@ -261,7 +250,9 @@ class Filler(Log):
 
     def _without_auto_path(self, section: OffloadSection, path: str) -> OffloadSection:
         if section.nvme_path == AUTO:
-            return self.drop(section, path, "nvme_path", "each run creates a temporary folder")
+            return self.force(
+                section, path, "nvme_path", None, "each run creates a temporary folder"
+            )
         return section
 
     def _overlap(self, zero: ZeroSection) -> tuple[bool, str]:
@@ -306,7 +297,9 @@ class Filler(Log):
                 zero = self.fill(zero, path, "stage3_prefetch_bucket_size", 0, NO_PREFETCH)
         for name, (stages, chosen) in _CHOICES.items():
             if self.stage not in stages:
-                zero = self.drop(zero, path, name, f"the key has no effect at stage {self.stage}")
+                zero = self.force(
+                    zero, path, name, None, f"the key has no effect at stage {self.stage}"
+                )
             else:
                 zero = self.fill(zero, path, name, *chosen(self, zero))
         zero = self._with_leaf_modules(zero)
@@ -358,8 +351,8 @@ class Filler(Log):
             "pipeline_read",
             "pipeline_write",
         ):
-            section = self.drop(
-                section, path, name, 'the key has an effect only with device "nvme"'
+            section = self.force(
+                section, path, name, None, 'the key has an effect only with device "nvme"'
             )
         return section
 
@@ -413,10 +406,10 @@ class Filler(Log):
         )
         plan = self.fill(plan, "", "wall_clock_breakdown", False)
         if plan.steps_per_print == AUTO:
-            plan = self.drop(plan, "", "steps_per_print", "zerotune reports progress itself")
+            plan = self.force(plan, "", "steps_per_print", None, "zerotune reports progress itself")
         for name in ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"):
             if getattr(plan, name) == AUTO:
-                plan = self.drop(plan, "", name, "determined by the optimizer")
+                plan = self.force(plan, "", name, None, "determined by the optimizer")
         for path in automatic_paths(attrs.evolve(plan, optimizer=None, scheduler=None).to_dict()):
             raise UnresolvedPlanError(
                 "zerotune has no automatic value for this key", "write a value", path, AUTO
