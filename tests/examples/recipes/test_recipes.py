@@ -176,6 +176,27 @@ def of_a_single_file(ran: Ran) -> None:
     assert torch.equal(read.vae.decoder.conv_in.weight, begun.vae.decoder.conv_in.weight)
 
 
+def of_a_word(ran: Ran) -> None:
+    pipeline = DiffusionPipeline.from_pretrained(ran.base)
+    pipeline.set_progress_bar_config(disable=True)
+    found = load_file(ran.result)
+    parts = {"clip_l": ("text_encoder", "tokenizer"), "clip_g": ("text_encoder_2", "tokenizer_2")}
+    for key, vectors in found.items():
+        encoder, tokenizer = (getattr(pipeline, each) for each in parts.get(key, parts["clip_l"]))
+        words = tokenizer("a", add_special_tokens=False).input_ids
+        begun = encoder.get_input_embeddings().weight[words[0]].detach().clone()
+        assert vectors.shape == (2, len(begun))
+        assert all(not torch.equal(vector, begun) for vector in vectors)
+        assert not torch.equal(*vectors)
+        pipeline.load_textual_inversion(
+            {"zoe": vectors}, token="zoe", text_encoder=encoder, tokenizer=tokenizer
+        )
+        (number,) = tokenizer("zoe", add_special_tokens=False).input_ids
+        assert torch.equal(encoder.get_input_embeddings().weight[number], vectors[0])
+    drawn = pipeline("zoe on a wall", num_inference_steps=1, height=16, width=16).images[0]
+    assert drawn.size == (16, 16)
+
+
 @attrs.frozen
 class Recipe:
     """Data, further arguments, the name of the export, and the check of a run."""
@@ -204,6 +225,12 @@ RECIPES = {
     "prior_preservation": Recipe(with_priors, "--side 16 --rank 2 --lr 1e-2", LORA, adapters),
     "single_file": Recipe(of_one_file, SMALL, "model.safetensors", of_a_single_file),
     "streamed": Recipe(in_a_shard, "--area 256 --bucket-step 4 --rank 2", LORA, adapters),
+    "textual_inversion": Recipe(
+        pictures,
+        "--area 256 --bucket-step 4 --lr 1e-2 --word zoe --like a --vectors 2",
+        "learned.safetensors",
+        of_a_word,
+    ),
     "text_encoder": Recipe(
         pictures, f"{SMALL} --trigger ohwx --text-lr 1e-3 --text-steps 3", LORA, of_text_encoders
     ),
@@ -225,6 +252,8 @@ MAKERS = pipelines.MAKERS | {
 RUNS = [
     ("text_encoder", "sdxl", "2", 1),
     ("text_encoder", "flux", "3", 1),
+    ("textual_inversion", "sd15", "0", 1),
+    ("textual_inversion", "sdxl", "2", 2),
     ("controlnet", "sdxl", "2", 2),
     ("controlnet", "sdxl", "3", 1),
     ("edm", "edm sdxl", "2", 1),
