@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
+from typing import Any, Final, Literal, cast, get_args
 
 import attrs
 
 from zerotune._util.text import as_texts, is_number, parse_size, whole
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
 from zerotune.plan.facts import ModelFacts
-
-if TYPE_CHECKING:
-    from zerotune.platform import Platform
+from zerotune.platform.facts import Platform
 
 EngineName = Literal["host", "deepspeed"]
 """Engine of an Adam in host memory: zerotune's host engine, or DeepSpeed's."""

@@ -50,10 +50,10 @@ from zerotune.plan.text import memory as memory_text
 from zerotune.plan.text import plan as plan_text
 from zerotune.plan.values import AUTO, Auto, Choice
 from zerotune.plan.write import SavedPlan
+from zerotune.platform.facts import Platform
 
 if TYPE_CHECKING:
     from zerotune.plan.optimizer.resolver import OptimizerResolver
-    from zerotune.platform import Platform
 
 
 _FacadeT = TypeVar("_FacadeT")

@@ -34,11 +34,10 @@ from zerotune.plan.section import evolved
 from zerotune.plan.sections import OffloadSection
 from zerotune.plan.settings import Settings
 from zerotune.plan.values import AUTO, as_tuple
+from zerotune.platform.facts import Platform
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from zerotune.platform import Platform
 
 
 @attrs.frozen(kw_only=True, repr=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import attrs
 
@@ -25,10 +25,7 @@ from zerotune.plan.optimizer.groups import describe
 from zerotune.plan.optimizer.names import normalise_optimizer_name
 from zerotune.plan.optimizer.schedules import SCHEDULERS
 from zerotune.plan.resolved import Resolved, chosen_for
-
-if TYPE_CHECKING:
-    from zerotune.platform import Platform
-
+from zerotune.platform.facts import Platform
 
 ResolvedT = TypeVar("ResolvedT", bound=Resolved)
 

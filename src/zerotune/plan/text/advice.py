@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import attrs
 
@@ -13,6 +13,7 @@ from zerotune._util.text import format_size
 from zerotune.plan.advise import Advised
 from zerotune.plan.candidates import Budget, Candidate, machine_needs
 from zerotune.plan.memory.items import PLACES, Estimate, Place
+from zerotune.plan.memory.time import StepTime
 from zerotune.plan.text.memory import (
     PLACE_NAMES,
     RankBudget,
@@ -23,10 +24,6 @@ from zerotune.plan.text.memory import (
     subject,
 )
 from zerotune.plan.text.plan import describe
-
-if TYPE_CHECKING:
-    from zerotune.plan.memory.time import StepTime
-
 
 FOREMOST: Final = 5
 """Default number of candidates in a report."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import attrs
 
@@ -17,10 +17,7 @@ from zerotune.plan.rules.table import check_plan
 from zerotune.plan.section import value_at
 from zerotune.plan.settings import Settings
 from zerotune.plan.values import AUTO
-
-if TYPE_CHECKING:
-    from zerotune.platform import Platform
-
+from zerotune.platform.facts import Platform
 
 Setting = tuple[str, str]
 """A setting in a report: its label and its value, both as text."""
