@@ -62,7 +62,6 @@ def plan_nvme(page: Any) -> None:
 def fit(tab: Any) -> None:
     """Open the *Fit my card* dialog and wait for its answer."""
     tab.click("#fit-button")
-    tab.click("#fit-do")
     tab.wait_for_selector(".candidate")
 
 

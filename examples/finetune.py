@@ -11,7 +11,7 @@ The script trains all weights of the U-Net or transformer, or adapters (--lora):
 
 --lr and --batch override the plan. The script is part of the zerotune package: run
 torchrun -m zerotune.examples.finetune, with --plan sdxl, sdxl-lora, sd3 or flux-lora.
-``zerotune init`` writes a copy of the script for one model, GPU and folder of images.
+``zerotune init`` writes the same run as a file, for one model, GPU and folder of images.
 
 After a stop, the same command continues the run; the plan and the number of GPUs may differ. After
 the end, a larger --steps continues the run. A stopped run exports nothing without --export-stopped.

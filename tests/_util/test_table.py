@@ -60,19 +60,8 @@ def test_text_columns_are_as_wide_as_their_widest_cell(table):
     ]
 
 
-def test_markdown_has_the_parts_of_the_text_except_empty_ones(table):
-    empty = Table(head=table.head, rows=())
-    parts = (Line("sizes:", style="title"), table, empty, FINDING, Line(""), Line("a *b*"))
-    assert Page(title="a|b", blocks=parts).markdown() == (
-        "# a\\|b\n\n## sizes\n\n| name | GiB | why |\n| --- | ---: | --- |\n"
-        "| a.b | 1.5 | small |\n| a_long_name | 12.2 |  |\n\n"
-        f"- **error** {FINDING.text}\n\na \\*b\\*\n"
-    )
-
-
-def test_a_two_line_cell_stays_in_one_row_of_markdown_and_html():
+def test_a_two_line_cell_stays_in_one_row_of_html():
     table = Table(rows=(("a\nb", "c"),))
-    assert table.markdown().split("\n")[-1] == "| a<br>b | c |"
     assert ">a<br>b</td>" in table.html()
     assert Page(blocks=(table,)).text() == "  a  c\n  b"
 

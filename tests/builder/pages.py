@@ -84,7 +84,7 @@ class Page:
         import json
 
         self.settle()
-        return json.loads(self.tab.locator("#output").text_content())
+        return json.loads(self.tab.locator("#output-json pre").text_content())
 
     def wait_for(self, key: str, value: Any) -> None:
         """Wait until the shown JSON has this value, since keys are typed faster than shown."""

@@ -11,7 +11,8 @@ from tests.builder.engines import accept, train
 from tests.builder.states import CHOSEN
 from tests.support.ranks import run_ranks
 from zerotune.builder.forms import FormState
-from zerotune.builder.preview import Machines, understand
+from zerotune.builder.preview import understand
+from zerotune.builder.setup import Machines
 from zerotune.plan.optimizer.catalogue import OPTIMIZERS
 from zerotune.plan.optimizer.schedules import SCHEDULERS
 

@@ -23,7 +23,7 @@ QUICK = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-GET = ("/start", "/catalogue")
+GET = ("/start",)
 POST = (
     "/preview", "/advise", "/open", "/apply", "/save", "/templates/use",
 )  # fmt: skip

@@ -9,8 +9,9 @@ import pytest
 from tests.builder.states import PLAN, state
 from zerotune.builder import repairs as module
 from zerotune.builder.forms import FormState
-from zerotune.builder.preview import Machines, understand
+from zerotune.builder.preview import understand
 from zerotune.builder.repairs import repairs
+from zerotune.builder.setup import Machines
 from zerotune.decisions import Decision
 from zerotune.errors import ZeroTuneError
 from zerotune.plan.rules.table import all_rules
@@ -497,9 +498,9 @@ def offered(form, platform, any_machine):
 
 def applied(before, repair, machines):
     """Return the messages about a form after a button is pressed."""
-    after = copy.deepcopy(before)
+    after = before
     for edit in repair.edits:
-        edit.apply(after)
+        after = edit.applied(after)
     return understand(after, machines).messages
 
 

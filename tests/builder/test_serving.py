@@ -11,7 +11,6 @@ import pytest
 
 from tests.support.needs import needs
 from zerotune.cli import main
-from zerotune.errors import InvalidValueError
 
 
 def test_the_help_imports_no_server():
@@ -85,26 +84,6 @@ def test_the_builder_serves_and_a_public_host_requires_a_token(tmp_path):
         process.stdout.close()
 
 
-def test_a_token_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
-    needs("uvicorn")
-    from zerotune.builder.serving import read_token
-
-    file = tmp_path / "token"
-    with pytest.raises(
-        InvalidValueError, match=r"--token-file.*contains no readable token .No such file"
-    ):
-        read_token(token=None, file=file)
-    file.write_text(" \n")
-    with pytest.raises(InvalidValueError, match="contains no token"):
-        read_token(token=None, file=file)
-    file.write_text("s3cret\n")
-    assert read_token(token=None, file=file) == "s3cret"
-    assert read_token(token=None, file=None) is None
-    monkeypatch.setenv("ZEROTUNE_BUILDER_TOKEN", "other")
-    assert read_token(token=None, file=None) == "other"
-    assert read_token(token=None, file=file) == "s3cret"
-
-
 @pytest.mark.parametrize("token", ["", "s3cret"])
 def test_no_token_appears_on_a_command_line(token, tmp_path, monkeypatch, capsys):
     uvicorn = needs("uvicorn")
@@ -120,9 +99,8 @@ def test_no_token_appears_on_a_command_line(token, tmp_path, monkeypatch, capsys
         lambda _, call, given: SimpleNamespace(start=lambda: call(*given)),
     )
     monkeypatch.setattr(uvicorn.Server, "run", lambda server, **_: served.append(server.config))
-    (tmp_path / "token").write_text(token)
-    given = ["--token-file", str(tmp_path / "token")] if token else []
-    assert main(["builder", "--port", "0", *given]) == 0
+    monkeypatch.setenv("ZEROTUNE_BUILDER_TOKEN", token)
+    assert main(["builder", "--port", "0"]) == 0
     address = capsys.readouterr().out.split()[4]
     assert address.endswith("?token=s3cret" if token else "/")
     assert opened == ([] if token else [address])
@@ -135,7 +113,6 @@ def test_no_token_appears_on_a_command_line(token, tmp_path, monkeypatch, capsys
         (("--host", "999.1.1.1"), "error: --host = '999.1.1.1': is not an address of this machine"),
         (("--plan", "{folder}"), "error: --plan = '{folder}': is a folder."),
         (("--root", "{folder}/none"), "error: --root = '{folder}/none': is not a folder."),
-        (("--token", ""), "error: --token = '': is empty."),
     ],
 )
 def test_an_invalid_option_is_named_before_serving_starts(tmp_path, capsys, options, message):

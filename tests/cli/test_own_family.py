@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
-import runpy
 import sys
 
 import pytest
 import torch
+import yaml
 
 from tests.diffusion.families.own_family import family_of_the_page
 from tests.support.declared_pipelines import ovis_image
@@ -69,7 +69,7 @@ def test_costs_are_those_of_the_default_model_without_a_folder():
     assert (found.resolution, found.frames) == (1024, None)
 
 
-def test_init_writes_a_script_for_a_users_family(folder, tmp_path, capsys):
+def test_init_writes_a_run_for_a_users_family(folder, tmp_path, capsys):
     photos = tmp_path / "photos"
     photos.mkdir()
     from PIL import Image
@@ -77,9 +77,9 @@ def test_init_writes_a_script_for_a_users_family(folder, tmp_path, capsys):
     Image.fromarray(torch.zeros(16, 16, 3, dtype=torch.uint8).numpy()).save(photos / "a.png")
     arguments = ["--family", OWN, "--model", str(folder), "--photos", str(photos), *CARD]
     assert cli.main(["init", str(tmp_path / "run"), *arguments]) == 0
-    written = runpy.run_path(str(tmp_path / "run" / "train.py"))
-    assert written["FAMILY"] == OWN
-    assert written["MODEL"] == str(folder.resolve())
+    written = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())
+    assert written["family"] == OWN
+    assert written["model"] == str(folder.resolve())
 
 
 @pytest.mark.parametrize(

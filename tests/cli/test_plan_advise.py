@@ -89,11 +89,6 @@ class TestWhenSomethingFits:
         assert data["estimate"]["places"]["device"]["peak"] <= 24 * GIB
         assert data["estimate"]["workload"]["batch"] == 1
 
-    def test_markdown_has_a_table_of_candidates(self, capsys):
-        assert advise(*ROOMY, "--markdown") == 0
-
-        assert "| chosen | " in capsys.readouterr().out
-
     def test_options_reach_the_advice(self, capsys):
         options = ("--batch", "2", "--resolution", "512", "--ema", "host", "--precision", "bf16")
         assert advise(*ROOMY, *options, "--json") == 0

@@ -50,11 +50,6 @@ class TestWithoutAModel:
         assert data["stage"] == 2
         assert data["decisions"][0]["key"] == "bf16.enabled"
 
-    def test_markdown_has_a_table_of_settings(self, file, capsys):
-        assert explain(file(), "--markdown") == 0
-
-        assert "| optimizer state | in host memory |" in capsys.readouterr().out
-
     def test_headline_and_rows_do_not_contradict_an_error(self, file, capsys):
         assert explain(file(fp16={"enabled": True})) == 1
 
@@ -96,7 +91,7 @@ class TestWithoutAModel:
 
     @pytest.mark.parametrize(
         "options",
-        [["--world-size", "0"], ["--world-size", "two"], ["--json", "--markdown"],
+        [["--world-size", "0"], ["--world-size", "two"],
          ["--accelerator", "abacus"]],
     )  # fmt: skip
     def test_wrong_usage_prints_the_usage(self, file, options, capsys):
@@ -188,13 +183,6 @@ class TestForAModel:
         assert "catalogued for RTX 3090" in said
         assert explain(file(), *options, "--accelerator", "rocm") == 2
         assert "--accelerator = 'rocm': contradicts --card 3090" in capsys.readouterr().err
-
-    def test_markdown_shows_the_memory_per_rank(self, file, capsys):
-        assert explain(file(), "--family", "sdxl", *MACHINE, "--markdown") == 0
-
-        printed = capsys.readouterr().out
-        assert "# Resolved plan from" in printed
-        assert "\n\n## Memory per rank: ZeRO-2" in printed
 
     def test_more_samples_and_pixels_need_more_memory(self, file, capsys):
         def device(*options):

@@ -123,29 +123,6 @@ def test_the_findings_depend_on_the_world_size(reference_a):
     worse = plan.summary(world_size=3)["findings"]
     assert [one for one in worse if one["severity"] == "error"]
     assert "[error]" in plan.explain(world_size=3)
-    assert "- **error** " in plan.explain_markdown(world_size=3)
-
-
-def test_a_plan_is_explained_in_markdown():
-    config = {**NVME_BELOW_3, "bf16": {"enabled": "true"}}
-    text = DeepSpeedPlan.from_dict(config, source="a|b.json").explain_markdown()
-
-    assert text.startswith("# Plan from a\\|b.json: cannot run, 1 error\n\n- **error** ")
-    assert "| optimizer state | refused, see the errors |" in text
-    assert "- **note** bf16.enabled: 'true' -> True" in text
-    assert "## findings" in text
-
-
-def test_a_resolved_plan_is_explained_in_markdown(reference_a, cuda, unet):
-    text = (
-        DeepSpeedPlan.from_dict(reference_a).resolve(platform=cuda, model=unet).explain_markdown()
-    )
-
-    assert "| engine | host engine, once zerotune doctor --prove has passed" in text
-    rows = text[text.index("## changed from what was written") :].splitlines()
-    assert rows[2].startswith("- **warning** zero_optimization.offload_param")
-    assert text.index("## chosen automatically") < text.index("because defaults change")
-    assert "**error**" not in text
 
 
 def test_a_resolved_plan_is_explained_in_one_line(cuda, no_deepspeed):

@@ -45,7 +45,8 @@ def test_the_check_command_reports_both_errors(tmp_path, capsys):
 def test_the_builder_reports_both_errors(unreadable):
     pytest.importorskip("starlette")
     from zerotune.builder.forms import FormState
-    from zerotune.builder.preview import Machines, understand
+    from zerotune.builder.preview import understand
+    from zerotune.builder.setup import Machines
 
     preview = understand(FormState(config={**TWICE_WRONG, **unreadable}), Machines())
     errors = [message.key for message in preview.messages if message.severity == "error"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import singledispatch
 from typing import TYPE_CHECKING, Any, Final, Protocol, TextIO
 
@@ -18,9 +18,6 @@ import attrs
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-_MARKUP: Final = str.maketrans(
-    {"&": "&amp;", "<": "&lt;", "\n": "<br>", **{mark: f"\\{mark}" for mark in "\\|*[]`"}}
-)
 _RICH_STYLES: Final[Mapping[str, str]] = {
     "title": "bold",
     "error": "bold red",
@@ -44,9 +41,6 @@ class Block(Protocol):
 
     def layout(self) -> RenderableType:
         """Return an object that rich lays out as text."""
-
-    def markdown(self) -> str:
-        """Return the block as Markdown; empty if there is nothing to show."""
 
     def html(self) -> str:
         """Return the block as HTML for a notebook."""
@@ -92,13 +86,6 @@ class Line:
     @property
     def _lead(self) -> str:
         return " " * self.indent + (f"{self.mark} " if self.mark else "")
-
-    def markdown(self) -> str:
-        """Return a heading, a list item, or a paragraph."""
-        if self.style == "title":
-            return f"## {markdown_cell(self.text).rstrip(':')}"
-        mark = f"- **{markdown_cell(self.mark.strip('[]:'))}** " if self.mark else ""
-        return mark + markdown_cell(self.text)
 
     def html(self) -> str:
         """Return a paragraph."""
@@ -154,12 +141,6 @@ class Table:
             grid.add_row(*map(Text, row), style=_RICH_STYLES.get(self.style(row), ""))
         return Padding(grid, (0, 0, 0, self.indent), expand=False)
 
-    def markdown(self) -> str:
-        """Return the rows as a Markdown table."""
-        if not self.rows:
-            return ""
-        return markdown_table(self.head or [""] * self._columns, self.rows, align=self.align)
-
     def html(self) -> str:
         """Return the rows as an HTML table."""
         if not self.rows:
@@ -208,12 +189,6 @@ class Page:
         )
         self._show(console)
         return "\n".join(line.rstrip() for line in written.getvalue().split("\n")).rstrip("\n")
-
-    def markdown(self) -> str:
-        """Return the report as Markdown."""
-        parts = [f"# {markdown_cell(self.title)}"] if self.title else []
-        parts += [block.markdown() for block in self.blocks]
-        return "\n\n".join(part for part in parts if part) + "\n"
 
     def html(self) -> str:
         """Return the report as HTML for a notebook; its texts are escaped."""
@@ -285,22 +260,3 @@ def plain_value(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain_value(item) for item in value]
     return repr(value)
-
-
-def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], *, align: str = "") -> str:
-    """Return a Markdown table; markup in the cells is escaped.
-
-    Args:
-        head: Names of the columns.
-        rows: Rows with as many cells as ``head``.
-        align: One letter per column, as in ``"lrr"``; ``"r"`` aligns a column to the right.
-    """
-    rule = ["---:" if side == "r" else "---" for side in align.ljust(len(head))]
-    cells = [[markdown_cell(text) for text in row] for row in (head, *rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (cells[0], rule, *cells[1:]))
-
-
-def markdown_cell(text: str) -> str:
-    """Return ``text`` on one line, with markup escaped."""
-    lines = (" ".join(line.split()) for line in text.strip().split("\n"))
-    return "\n".join(lines).translate(_MARKUP)

@@ -12,26 +12,22 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from zerotune._util.text import format_size
-from zerotune.builder.fields import catalogue
+from zerotune.builder.advice import advise
 from zerotune.builder.forms import (
     FormState,
+    as_choice,
     as_mapping,
     as_text,
+    from_wire,
     parse_request,
     read_plan,
     to_wire,
 )
-from zerotune.builder.preview import (
-    Machines,
-    advise,
-    message_data,
-    preview_data,
-    read_setup,
-    understand,
-)
+from zerotune.builder.pages import Pages
+from zerotune.builder.preview import message_data, preview_data, understand
 from zerotune.builder.repairs import repairs, with_repairs
 from zerotune.builder.session import OpenedConfig, Session, open_file, open_text
+from zerotune.builder.setup import Machines, describe_machine, read_setup
 from zerotune.builder.templates import builtin_template, starting_state
 from zerotune.errors import (
     InvalidValueError,
@@ -44,6 +40,8 @@ from zerotune.errors import (
 logger = logging.getLogger("zerotune")
 
 Data = dict[str, Any]
+_SEVERITIES = ("error", "warning", "note")
+_TEXTS = ("key", "text", "fix", "change")
 _STATUSES = ((PlanConflictError, 409), (PlanFileError, 404))
 
 
@@ -53,15 +51,14 @@ class Api:
 
     session: Session
     machines: Machines = attrs.field(factory=Machines)
+    pages: Pages = attrs.field(factory=Pages)
 
     def routes(self) -> list[Route]:
         """Return the routes to mount under ``/api``."""
         return [
             _get_route("/start", self._start),
-            _get_route("/catalogue", lambda _: catalogue()),
-            _get_route("/machine", self._machine),
             _post_route("/preview", self._preview),
-            _post_route("/advise", lambda payload: advise(_state(payload), self.machines)),
+            _post_route("/advise", self._advise),
             _post_route("/open", self._open),
             _post_route("/apply", self._apply),
             _post_route("/save", self._save),
@@ -71,23 +68,33 @@ class Api:
     def _start(self, _: Data) -> Data:
         return self.session.start_data()
 
-    def _machine(self, _: Data) -> Data:
-        machine = self.machines.this
-        names = [f"{device.name}, {format_size(device.total_memory)}" for device in machine.devices]
-        return {
-            "accelerator": machine.accelerator,
-            "devices": names,
-            "ram": format_size(machine.host_memory.limit),
-            "deepspeed": machine.deepspeed.reason,
-            "versions": dict(machine.versions),
-        }
+    def page(self, prefix: str) -> str:
+        """Render the page with the plan that a newly opened page shows."""
+        start = self.session.start_data()
+        state = FormState.of_request(from_wire(start["state"]))
+        state = attrs.evolve(state, setup={**start["setup"], **state.setup})
+        data = self._data(state, _messages(start["messages"]))
+        return self.pages.page(data, state, prefix=prefix, apply=self.session.can_apply)
 
-    def _preview(self, payload: Data) -> Data:
-        state = _state(payload)
+    def _data(self, state: FormState, opened: list[Data]) -> Data:
+        """Return what the page says of a form; ``opened`` are messages from reading a file."""
         preview = understand(state, self.machines)
         data = preview_data(preview, applied=self.session.applied)
         found = repairs(preview, state, self.machines)
-        return {**data, "messages": with_repairs(data["messages"], found)}
+        messages = with_repairs(data["messages"], found)
+        known = {(one["key"], one["text"]) for one in messages}
+        reading = [one for one in opened if (one["key"], one["text"]) not in known]
+        machine = describe_machine(self.machines.this) if preview.setup.this_machine else ""
+        return {**data, "messages": [*messages, *reading], "machine": machine}
+
+    def _preview(self, payload: Data) -> Data:
+        state = _state(payload)
+        data = self._data(state, _messages(payload.get("opened")))
+        return {**data, "html": self.pages.parts(data, state)}
+
+    def _advise(self, payload: Data) -> Data:
+        advice = advise(_state(payload), self.machines)
+        return {**advice, "html": self.pages.advice(advice)}
 
     def _open(self, payload: Data) -> Data:
         if "path" in payload:
@@ -123,12 +130,10 @@ class Api:
         if reading.plan is None:
             raise reading.errors[0]
         path = self.session.root.inside(payload.get("path"), key="path")
-        format_ = payload.get("format")
         return self.session.save(
             reading.plan,
             path,
             like=state.config,
-            format_=None if format_ is None else as_text(format_, "format", longest=20),
             version=_version(payload),
             processes=read_setup(state.setup)[0].world_size,
         )
@@ -149,6 +154,19 @@ class _CallbackError(Exception):
 
 def _state(payload: Data) -> FormState:
     return FormState.of_request(payload.get("state"))
+
+
+def _messages(sent: Any) -> list[Data]:
+    """Read messages from reading a file, which the page keeps and sends back."""
+    every = [as_mapping(one, "opened") for one in (sent if isinstance(sent, list) else ())]
+    return [
+        {
+            "severity": as_choice(one.get("severity"), "severity", choices=_SEVERITIES),
+            **{name: as_text(one.get(name, ""), name, longest=1 << 16) for name in _TEXTS},
+            "repairs": [],
+        }
+        for one in every
+    ]
 
 
 def _version(payload: Data) -> str | None:

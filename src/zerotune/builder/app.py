@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Final
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Mount, Route
@@ -16,10 +16,8 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from zerotune.builder.api import Api
-from zerotune.builder.fields import page_fields
 from zerotune.builder.security import LOOPBACK, Guard
 from zerotune.builder.session import Root, Session
-from zerotune.builder.templates import BUILTIN
 from zerotune.plan import DeepSpeedPlan
 
 _STATIC: Final = Path(__file__).parent / "static"
@@ -60,20 +58,10 @@ def create_app(
         on_apply=on_apply,
     )
     api = Api(session=session)
-    pages = Environment(
-        loader=PackageLoader("zerotune.builder"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    page = pages.get_template("index.html")
 
     async def index(request: Request) -> Response:
         prefix = request.scope.get("root_path", "").rstrip("/")
-        return HTMLResponse(
-            page.render(prefix=prefix, session=session, builtin=BUILTIN, **page_fields())
-        )
+        return HTMLResponse(await run_in_threadpool(api.page, prefix))
 
     app = Starlette(
         routes=[

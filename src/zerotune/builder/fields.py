@@ -7,23 +7,16 @@ DeepSpeed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, Final, Literal
 
 import attrs
 
-from zerotune._util.text import squash
-from zerotune.builder.forms import to_wire
 from zerotune.builder.models import MODEL_NAMES, model_name
-from zerotune.errors import UNSET
 from zerotune.plan.facts import STORAGES
-from zerotune.plan.families import family_names, model_family
+from zerotune.plan.families import family_names
 from zerotune.plan.memory.rates import CARDS
-from zerotune.plan.optimizer.catalogue import OPTIMIZERS
-from zerotune.plan.optimizer.entries import Parameter
-from zerotune.plan.optimizer.names import BY_WORD
-from zerotune.plan.optimizer.schedules import SCHEDULERS
 from zerotune.plan.schema import attribute_docs
 from zerotune.plan.section import join, modelled
 from zerotune.plan.sections import ZeroSection
@@ -84,6 +77,11 @@ class Field:
     hint: str = ""
     options: tuple[Option, ...] = ()
     store: Literal["config", "setup"] = "config"
+
+    @property
+    def key(self) -> str:
+        """Key of the messages about the setting."""
+        return f"setup.{self.path}" if self.store == "setup" else self.path
 
     @property
     def id(self) -> str:
@@ -166,22 +164,20 @@ def _setup_field(
 
 
 @cache
-def page_fields() -> Mapping[str, Any]:
+def page_fields() -> Mapping[str, tuple[Field, ...]]:
     """Return the page's fields, grouped by section, with their labels and hints."""
     stages = ((str(number), number, name) for number, (name, _) in STAGES.items())
     return {
-        "stages": STAGES,
-        "stage": _segments(
-            f"{ZERO}.stage", "ZeRO stage", *stages, ("auto", "auto", "Decided at start")
+        "stage": (
+            _segments(f"{ZERO}.stage", "ZeRO stage", *stages, ("auto", "auto", "Decided at start")),
         ),
-        "precision": _precision_field(),
+        "precision": (_precision_field(),),
         "batch": tuple(
             Field(path=path, label=label, hint=hint) for path, label, hint in _BATCH_FIELDS
         ),
-        "world": _setup_field("world_size", "Processes", "GPUs that train together."),
         "offload": (
-            _offload_fields("offload_optimizer", "Optimizer", "optimizer's", "stage 1 to 3"),
-            _offload_fields("offload_param", "Parameters", "parameters'", "stage 3"),
+            *_offload_fields("offload_optimizer", "Optimizer", "optimizer's", "stage 1 to 3"),
+            *_offload_fields("offload_param", "Parameters", "parameters'", "stage 3"),
         ),
         "stage_3": _zero_fields(
             "stage3_prefetch_bucket_size",
@@ -207,15 +203,13 @@ def page_fields() -> Mapping[str, Any]:
             "zero_quantized_gradients",
         ),
         "setup": _workload_fields(),
-        "clip_families": [name for name in family_names() if model_family(name).frames is not None],
         "machine": _machine_fields(),
     }
 
 
 def setup_labels() -> Mapping[str, str]:
     """Return the label of each field of *Model and machine*, without its unit."""
-    page = page_fields()
-    fields = (*page["setup"], page["world"], *page["machine"])
+    fields = (*page_fields()["setup"], *page_fields()["machine"])
     return {field.path: field.label.partition(",")[0] for field in fields}
 
 
@@ -261,6 +255,7 @@ def _workload_fields() -> tuple[Field, ...]:
         _setup_field(
             "total_steps", "Steps of the run", "Length of a schedule that does not set its own."
         ),
+        _setup_field("world_size", "Processes", "GPUs that train together."),
     )
 
 
@@ -289,50 +284,3 @@ def _card_field() -> Field:
         options=tuple(options),
         store="setup",
     )
-
-
-# -- Optimizers, schedules and DeepSpeed's parameters, as the page lists them.
-
-
-@cache
-def catalogue() -> dict[str, Any]:
-    """Return every optimizer and schedule with its parameters."""
-    return {
-        "optimizers": [
-            {
-                "name": entry.name,
-                "spellings": [word for word, name in BY_WORD.items() if name == entry.name],
-                "family": entry.family,
-                "summary": entry.summary,
-                "requires": list(entry.requires),
-                "params": _parameters(entry.parameters),
-            }
-            for entry in OPTIMIZERS.values()
-        ],
-        "schedulers": [
-            {
-                "name": entry.name,
-                "spellings": [squash(entry.name)],
-                "family": entry.source,
-                "summary": entry.summary,
-                "requires": [],
-                "params": _parameters(entry.parameters),
-            }
-            for entry in SCHEDULERS.values()
-        ],
-    }
-
-
-def _parameters(parameters: Iterable[Parameter]) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": each.name,
-            "type": each.type,
-            "range": each.range,
-            "default": None if each.default is UNSET else to_wire(each.default),
-            "required": each.default is UNSET and not each.optional,
-            "optional": each.optional,
-            "choices": list(each.choices),
-        }
-        for each in parameters
-    ]

@@ -3,50 +3,36 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import cached_property, partial
-from typing import Any, Final, Literal, get_args
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, Final, Literal
 
 import attrs
 
 from zerotune._util.palette import component_colours
-from zerotune._util.proc import installed_versions
-from zerotune._util.text import (
-    as_sentence,
-    parse_memory,
-)
-from zerotune.builder.forms import (
-    FormState,
-    Reading,
-    as_choice,
-    droppable_settings,
-    read_plan,
-)
+from zerotune._util.text import as_sentence
+from zerotune.builder.forms import FormState, Reading, droppable_settings, read_plan
 from zerotune.builder.models import model_name
+from zerotune.builder.setup import Machines, Setup, read_setup, setup_error
 from zerotune.decisions import Decision, worst_first
-from zerotune.errors import REMOVAL, UNSET, InvalidValueError, NothingFitsError, ZeroTuneError
+from zerotune.errors import UNSET, ZeroTuneError
 from zerotune.optim import OptimizerResolver
 from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts, Workload, plan_document
-from zerotune.plan.candidates import Candidate
 from zerotune.plan.context import Context
-from zerotune.plan.facts import STORAGES
-from zerotune.plan.families import as_facts, family_names, model_family
+from zerotune.plan.families import as_facts, model_family
 from zerotune.plan.memory.estimate import sample_size
-from zerotune.plan.memory.items import EMAPlace
-from zerotune.plan.memory.rates import CARDS, card_platform, known_rates
+from zerotune.plan.memory.rates import known_rates
 from zerotune.plan.memory.time import StepTime, step_time
 from zerotune.plan.optimizer.capability import Situation, installed_packages, missing_package
 from zerotune.plan.optimizer.catalogue import OPTIMIZERS
-from zerotune.plan.plan import Advice, MemoryEstimate, ResolvedPlan, raised
-from zerotune.plan.remedies import Remedy
+from zerotune.plan.plan import MemoryEstimate, ResolvedPlan, raised
 from zerotune.plan.section import value_at
-from zerotune.plan.sections import OFFLOAD_DEVICES, PRECISIONS
-from zerotune.plan.text.advice import FOREMOST, candidate_data, foremost, rank_budget, seconds_words
+from zerotune.plan.sections import OFFLOAD_DEVICES
+from zerotune.plan.text.advice import rank_budget, seconds_words
 from zerotune.plan.text.memory import DURING, Fit, estimate_data, fits, subject
 from zerotune.plan.text.plan import describe, shown_and_defaults
-from zerotune.plan.values import AUTO, Integer
-from zerotune.plan.write import in_order, launchable
-from zerotune.platform import CUDA, Platform, detect_platform
+from zerotune.plan.values import AUTO
+from zerotune.plan.write import launchable
+from zerotune.platform import Platform
 
 
 def message_data(one: Decision) -> dict[str, str]:
@@ -82,148 +68,6 @@ def _format_value(value: Any) -> str:
         return "not set"
     text = repr(value) if isinstance(value, str) else str(value)
     return text if len(text) <= 80 else f"{text[:79]}…"
-
-
-# -- What the page plans for: a model, a workload and a machine. Not part of the plan.
-
-
-_PACKAGES: Final = ("deepspeed", "torch", "accelerate", "diffusers")
-
-
-@attrs.frozen(kw_only=True)
-class Setup:
-    """The model, the workload of one step, and the machine."""
-
-    family: str = "sdxl"
-    """Model family; ``""`` for a model without a family, whose memory is not estimated."""
-    resolution: int | None = None
-    """Side length of the images in pixels; by default the family's native size."""
-    frames: int | None = None
-    """Number of frames per clip; by default the family's usual number."""
-    world_size: int = 1
-    total_steps: int = 10_000
-    """Number of optimizer steps, for schedules that do not set a length."""
-    lora: int | None = None
-    """Rank of LoRA adapters; ``None`` trains the whole model."""
-    base_dtype: str | None = None
-    """Quantization of the base model if adapters are trained; ``None`` uses the plan's
-    precision."""
-    ema: EMAPlace = "none"
-    gradient_checkpointing: bool = True
-    activation_offload: bool = False
-    this_machine: bool = False
-    """Whether to plan for this machine instead of the machine that the fields below describe."""
-    card: str | None = None
-    """GPU whose known rates are used, such as "RTX 4090, 24 GiB"; by default the known GPU with the
-    nearest memory size."""
-    vram: int = 24 * 2**30
-    """GPU memory in bytes, per GPU."""
-    ram: int = 64 * 2**30
-    """RAM in bytes, shared by all ranks."""
-    nvme: int = 0
-    """Disk space for swap files in bytes, shared by all ranks."""
-
-    def check_base(self) -> None:
-        """Raise an error for a quantized base model without adapters."""
-        if self.base_dtype is not None and self.lora is None:
-            raise InvalidValueError(
-                "a quantized model can only be trained through LoRA adapters",
-                "set setup.lora to 16, or remove setup.base_dtype",
-                "setup.base_dtype",
-                self.base_dtype,
-                edits=[{"setup.lora": 16}, REMOVAL],
-            )
-
-    @property
-    def frames_of_clips(self) -> int | None:
-        """Number of frames per clip; ``None`` for an image model, even if the form has a value."""
-        takes_clips = bool(self.family) and model_family(self.family).frames is not None
-        return self.frames if takes_clips else None
-
-
-def read_setup(raw: Mapping[str, Any]) -> tuple[Setup, list[ZeroTuneError]]:
-    """Read a setup from the page; return the valid values and the errors."""
-    errors: list[ZeroTuneError] = []
-    values: dict[str, Any] = {}
-    for name, read in _SETUP_READERS.items():
-        value = raw.get(name)
-        if value is None or value == "":
-            if name == "family" and value == "":
-                values[name] = ""
-            continue
-        try:
-            values[name] = read(value, key=f"setup.{name}")
-        except ZeroTuneError as error:
-            errors.append(error)
-    return Setup(**values), errors
-
-
-class Machines:
-    """This machine, which is detected only once, and the machines that users describe."""
-
-    def __init__(self) -> None:
-        self._versions = installed_versions(_PACKAGES)
-
-    @cached_property
-    def this(self) -> Platform:
-        """This machine."""
-        return detect_platform(log=False)
-
-    def of(self, setup: Setup) -> Platform:
-        """Return the machine that a setup describes."""
-        if setup.this_machine:
-            return self.this
-        described: dict[str, Any] = {
-            "device_count": setup.world_size,
-            "vram": setup.vram,
-            "ram": setup.ram,
-            "versions": self._versions,
-        }
-        if setup.card is None:
-            return Platform.synthetic(CUDA, **described)
-        return card_platform(_CARDS[setup.card], **described)
-
-    def sizes(self, setup: Setup) -> dict[str, int | None]:
-        """Return sizes in bytes: memory per GPU, and RAM and swap space shared by all ranks."""
-        if not setup.this_machine:
-            return {"device": setup.vram, "host": setup.ram, "nvme": setup.nvme}
-        return {
-            "device": self.this.vram,
-            "host": self.this.host_memory.limit,
-            "nvme": setup.nvme or None,
-        }
-
-
-def _whole_number(*, least: int = 1, most: int) -> Callable[..., Any]:
-    kind, fix = Integer(minimum=least, maximum=most, auto=False), f"write {least} to {most}"
-
-    def read(value: Any, *, key: str) -> Any:
-        try:
-            return kind.read(value, key)[0]
-        except InvalidValueError as error:
-            # The kind's edits would set the field to its smallest or largest number.
-            raise InvalidValueError(error.reason, fix, key, value) from None
-
-    return read
-
-
-_CARDS: Final = {card.label: card for card in CARDS}
-_SETUP_READERS: Final[Mapping[str, Callable[..., Any]]] = {
-    "family": partial(as_choice, choices=family_names()),
-    "resolution": _whole_number(least=8, most=16_384),
-    "frames": _whole_number(most=10_000),
-    "world_size": _whole_number(most=4096),
-    "total_steps": _whole_number(most=10**9),
-    "lora": _whole_number(most=4096),
-    "base_dtype": partial(as_choice, choices=tuple(STORAGES)),
-    "card": partial(as_choice, choices=tuple(_CARDS)),
-    "ema": partial(as_choice, choices=get_args(EMAPlace)),
-    **dict.fromkeys(
-        ("gradient_checkpointing", "activation_offload", "this_machine"),
-        partial(as_choice, choices=(True, False)),
-    ),
-    **dict.fromkeys(("vram", "ram", "nvme"), parse_memory),
-}
 
 
 # -- What the page shows of a form: files, messages, memory, optimizers, changes.
@@ -452,14 +296,9 @@ def _estimate_memory(
         )
         return resolved.estimate(work), []
     except ZeroTuneError as error:
-        return None, [Decision.of(_setup_error(error))]
+        return None, [Decision.of(setup_error(error))]
     except (OverflowError, RecursionError):
         return None, [_plan_error(_TOO_LARGE)]
-
-
-def _setup_error(error: ZeroTuneError) -> ZeroTuneError:
-    """Assign an error to the field of the setup that has its key, if there is one."""
-    return error.below("setup") if error.key in _SETUP_READERS else error
 
 
 @attrs.frozen(kw_only=True)
@@ -495,7 +334,7 @@ class _Form:
         try:
             return as_facts(setup.family, lora=setup.lora, base_dtype=setup.base_dtype)
         except ZeroTuneError as error:
-            raise _setup_error(error) from None
+            raise setup_error(error) from None
 
     def remaining_errors(self, partial_plan: DeepSpeedPlan) -> list[Decision]:
         """Return the errors that remain after a plan's invalid settings are removed."""
@@ -614,150 +453,3 @@ def capabilities(
             }
         )
     return found
-
-
-# -- ``Fit my card``: the advice for a form, and the form of each candidate.
-
-
-_ADVISED_SECTIONS: Final = ("zero_optimization", "aio")
-
-
-def advise(state: FormState, machines: Machines) -> dict[str, Any]:
-    """Return plans that fit a setup, best first, with their forms, as a JSON-serialisable dict."""
-    setup, wrong = read_setup(state.setup)
-    if wrong:
-        raise wrong[0]
-    if not setup.family:
-        raise InvalidValueError(
-            "is missing, so no plan can be estimated", "choose a model family", "setup.family"
-        )
-    setup.check_base()
-    sizes = machines.sizes(setup)
-    try:
-        advice = DeepSpeedPlan.advise(
-            setup.family,
-            vram=sizes["device"],
-            ram=sizes["host"],
-            nvme=sizes["nvme"] or 0,
-            resolution=setup.resolution,
-            frames=setup.frames_of_clips,
-            world_size=setup.world_size,
-            lora=setup.lora,
-            base_dtype=setup.base_dtype,
-            ema=setup.ema,
-            platform=machines.this if setup.this_machine else None,
-            rates=known_rates(machines.of(setup)),
-            # A configuration file cannot express streamed weights.
-            streamed=False,
-            **_advice_kwargs(state),
-        )
-    except NothingFitsError as error:
-        return _no_fit_data(error, state, setup)
-    except ZeroTuneError as error:
-        raise _setup_error(error) from None
-    return _advice_data(advice, state, setup)
-
-
-def _no_fit_data(error: NothingFitsError, state: FormState, setup: Setup) -> dict[str, Any]:
-    """Return the nearest plan and the remedies; remedies that fit come first."""
-    remedies = [_remedy_data(one, state) for one in error.remedies]
-    return {
-        "fits": False,
-        "reason": error.reason,
-        "fix": error.more,
-        "nearest": _candidate_form(error.nearest, state, setup),
-        "remedies": sorted(remedies, key=lambda one: not one["fits"]),
-    }
-
-
-def _advice_data(advice: Advice, state: FormState, setup: Setup) -> dict[str, Any]:
-    """Return the plans that a configuration file can express, each with its form."""
-    kept = tuple(one for one in advice.candidates if one.streamed is None)
-    advice = attrs.evolve(advice, candidates=kept)
-    shown = foremost(advice, FOREMOST)
-
-    def form_data(candidate: Candidate) -> dict[str, Any]:
-        # Compare by identity, because two different candidates may be equal.
-        first = any(candidate is one for one in shown)
-        return {**_candidate_form(candidate, state, setup), "foremost": first}
-
-    return {
-        "fits": True,
-        "chosen": form_data(advice.chosen),
-        "runners_up": [form_data(one) for one in advice.runners_up],
-        "rejected": [form_data(one) for one in advice.rejected],
-    }
-
-
-def _advice_kwargs(state: FormState) -> dict[str, Any]:
-    """Return the form's batch, accumulation, precision and optimizer for ``advise``."""
-    reading = read_plan(state)
-    plan = reading.plan or reading.partial_plan
-    if plan is None:
-        return {}
-    sizes = {
-        "batch": plan.train_micro_batch_size_per_gpu,
-        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
-    }
-    kwargs: dict[str, Any] = {name: size for name, size in sizes.items() if isinstance(size, int)}
-    if plan.precision in PRECISIONS:
-        kwargs["precision"] = plan.precision
-    if plan.optimizer_name is not None:
-        kwargs["optimizer"] = plan.optimizer_name
-    return kwargs
-
-
-def _remedy_data(remedy: Remedy, state: FormState) -> dict[str, Any]:
-    """Return a remedy and its form; a remedy that streams weights has no form."""
-    settings = dict(remedy.settings)
-    label, gain = remedy.what, remedy.gain
-    if settings.pop("streamed", False):
-        about = ", ".join(f"{name}={value!r}" for name, value in remedy.settings.items())
-        words = f"{label} ({about}), only possible in a training script"
-        return {"label": f"{words}{f': {gain}' if gain else ''}", "fits": False, "state": None}
-    optimizer = settings.pop("optimizer", None)
-    config = state.config
-    if optimizer is not None:
-        section = config.get("optimizer")
-        kept = section if isinstance(section, dict) else {}
-        config = {**config, "optimizer": {**kept, "type": optimizer}}
-        label = f"Use the optimizer {optimizer}"
-    elif "lora" in settings:
-        base = settings.get("base_dtype")
-        beside = f", with the base model in {base}" if base else ""
-        label = f"Train LoRA adapters of rank {settings['lora']} instead{beside}"
-        gain = f"fits: {gain}"
-    remedy_form = attrs.evolve(state, config=config, setup={**state.setup, **settings})
-    fits = "lora" in remedy.settings
-    return {"label": label, "gain": gain, "fits": fits, "state": remedy_form.data()}
-
-
-def _candidate_form(candidate: Candidate, state: FormState, setup: Setup) -> dict[str, Any]:
-    """Return a candidate and a form with its stage, offload and batch; other settings are kept.
-
-    The ZeRO section is replaced as a whole, because an old bucket size would invalidate the
-    estimate.
-    """
-    data = candidate_data(candidate)
-    advised = data.pop("plan")
-    kept = {key: value for key, value in state.config.items() if key not in _ADVISED_SECTIONS}
-    config = in_order({**advised, **kept}, state.config)
-    zero = state.config.get("zero_optimization")
-    before = zero if isinstance(zero, dict) else {}
-    sections = (before.get("offload_optimizer"), before.get("offload_param"))
-    folders = [one.get("nvme_path") for one in sections if isinstance(one, dict)]
-    folder = next((one for one in folders if isinstance(one, str)), None)
-    for section in config["zero_optimization"].values():
-        if folder is not None and isinstance(section, dict) and section.get("device") == "nvme":
-            section.setdefault("nvme_path", folder)
-    around = {
-        "world_size": setup.world_size,
-        **state.setup,
-        "gradient_checkpointing": candidate.gradient_checkpointing,
-        "activation_offload": candidate.activation_offload,
-    }
-    return {
-        **data,
-        "predicted": None if candidate.time is None else time_texts(candidate.time),
-        "state": attrs.evolve(state, config=config, setup=around).data(),
-    }

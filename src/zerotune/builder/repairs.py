@@ -7,16 +7,18 @@ in a setting that it changes.
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterator, Mapping
+from functools import reduce
+from itertools import islice
 from typing import Any, Final
 
 import attrs
 
 from zerotune.builder.fields import setup_labels
 from zerotune.builder.forms import FormState, to_wire
-from zerotune.builder.preview import Machines, Preview, understand
+from zerotune.builder.preview import Preview, understand
+from zerotune.builder.setup import Machines
 from zerotune.decisions import Decision
 from zerotune.errors import REMOVAL, UNSET, Edits
 from zerotune.plan.read import canonical_path
@@ -38,13 +40,10 @@ class Edit:
     value: Any = UNSET
     """The new value; ``UNSET`` removes the setting."""
 
-    def apply(self, state: FormState) -> None:
-        """Change ``state`` in place."""
-        section: dict[str, Any] = getattr(state, self.store)
-        if self.value is UNSET:
-            _remove(section, self.path.split("."))
-        else:
-            _put(section, self.path.split("."), self.value)
+    def applied(self, state: FormState) -> FormState:
+        """Return the form with the change."""
+        section = _with_setting(getattr(state, self.store), self.path.split("."), self.value)
+        return attrs.evolve(state, **{self.store: section})
 
     def data(self) -> dict[str, Any]:
         """Return the change as a JSON-serialisable dict."""
@@ -65,23 +64,15 @@ class Edit:
         return ".".join(whole.split(".")[-2:]).removeprefix("zero_optimization.")
 
 
-def _remove(section: dict[str, Any], names: list[str]) -> None:
-    below = section.get(names[0])
-    if len(names) == 1:
-        section.pop(names[0], None)
-    elif isinstance(below, dict):
-        _remove(below, names[1:])
-        if not below:
-            # An empty section means something else.
-            del section[names[0]]
-
-
-def _put(section: dict[str, Any], names: list[str], value: Any) -> None:
-    for name in names[:-1]:
-        if not isinstance(section.get(name), dict):
-            section[name] = {}
-        section = section[name]
-    section[names[-1]] = value
+def _with_setting(section: dict[str, Any], names: list[str], value: Any) -> dict[str, Any]:
+    """Return a section with one setting changed; with ``UNSET``, the setting is removed."""
+    first, *rest = names
+    if rest:
+        below = section.get(first)
+        # A section that becomes empty goes too, because an empty one means something else.
+        value = _with_setting(below if isinstance(below, dict) else {}, rest, value) or UNSET
+    changed = {**section, first: value}
+    return {key: each for key, each in changed.items() if each is not UNSET}
 
 
 @attrs.frozen(kw_only=True)
@@ -112,19 +103,16 @@ def repairs(preview: Preview, state: FormState, machines: Machines) -> list[list
 def _find_repairs(
     message: Decision, preview: Preview, state: FormState, machines: Machines
 ) -> list[Repair]:
-    found: list[Repair] = []
-    for repair in _propose(message.edits, message, state):
-        if len(found) < MAX_BUTTONS and _is_effective(repair, message, preview, state, machines):
-            found.append(repair)
+    def effective(alternatives: tuple[Edits, ...]) -> list[Repair]:
+        proposed = _propose(alternatives, message, state)
+        working = (one for one in proposed if _is_effective(one, message, preview, state, machines))
+        return list(islice(working, MAX_BUTTONS))
+
+    found = effective(message.edits)
     if found or message.severity == "note" or (message.is_choice and message.severity != "error"):
         return found
     # Only the user knows the value that the fix needs.
-    removals = () if REMOVAL in message.edits else (REMOVAL,)
-    return [
-        repair
-        for repair in _propose(removals, message, state)
-        if _is_effective(repair, message, preview, state, machines)
-    ]
+    return [] if REMOVAL in message.edits else effective((REMOVAL,))
 
 
 def _propose(
@@ -151,28 +139,20 @@ def _propose(
 def _is_effective(
     repair: Repair, message: Decision, preview: Preview, state: FormState, machines: Machines
 ) -> bool:
-    after = copy.deepcopy(state)
-    for edit in repair.edits:
-        edit.apply(after)
+    after = reduce(lambda form, edit: edit.applied(form), repair.edits, state)
     remaining = understand(after, machines).messages
-    if any(_is_same_message(one, message) for one in remaining):
-        return False
-    changed = [edit.key for edit in repair.edits]
-    new = [
-        one
-        for one in remaining
-        if not any(_is_same_message(one, before) for before in preview.messages)
-    ]
-    return not any(
-        one.severity == "error" and (one.key.startswith(key) or key.startswith(one.key))
+    known = [_about(one) for one in preview.messages]
+    new = [one for one in remaining if one.severity == "error" and _about(one) not in known]
+    return _about(message) not in map(_about, remaining) and not any(
+        one.key.startswith(edit.key) or edit.key.startswith(one.key)
         for one in new
-        for key in changed
+        for edit in repair.edits
     )
 
 
-def _is_same_message(one: Decision, other: Decision) -> bool:
-    names = ("key", "rule", "before", "edits")
-    return all(getattr(one, name) == getattr(other, name) for name in names)
+def _about(one: Decision) -> tuple[Any, ...]:
+    """Return what makes two messages the same."""
+    return one.key, one.rule, one.before, one.edits
 
 
 # -- Where a setting is, and what a button is called.

@@ -28,17 +28,15 @@ def serve(
     port: int,
     plan_file: Path | None,
     root: Path | None,
-    token: str | None,
-    token_file: Path | None,
     open_browser: bool,
 ) -> None:
     """Serve the builder until interrupted.
 
-    A host other than loopback requires a token; if no token is given, one is created. An address
-    with a token is printed but not opened, because every user of the machine can read the browser's
-    command line.
+    A host other than loopback requires a token; if the environment variable
+    ``ZEROTUNE_BUILDER_TOKEN`` has none, one is created. An address with a token is printed but not
+    opened, because every user of the machine can read the browser's command line.
     """
-    token = read_token(token=token, file=token_file)
+    token = os.environ.get(TOKEN_VARIABLE)
     _check_paths(plan_file, root)
     if not is_loopback(host) and not token:
         token = secrets.token_urlsafe(24)
@@ -66,33 +64,6 @@ def _check_paths(plan_file: Path | None, root: Path | None) -> None:
         raise InvalidValueError("is a folder", "pass the path of a file", "--plan", str(plan_file))
     if root is not None and not root.is_dir():
         raise InvalidValueError("is not a folder", "pass an existing folder", "--root", str(root))
-
-
-def read_token(*, token: str | None, file: Path | None) -> str | None:
-    """Return ``token``, else the content of ``file``, else the environment variable's value."""
-    if token is not None:
-        if not token.strip():
-            raise InvalidValueError(
-                "is empty", "pass a secret, or omit the option", "--token", token
-            )
-        return token
-    if file is None:
-        return os.environ.get(TOKEN_VARIABLE) or None
-    try:
-        token = file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InvalidValueError(
-            f"contains no readable token ({reason})",
-            "pass a file that contains only the token",
-            "--token-file",
-            str(file),
-        ) from error
-    if not token:
-        raise InvalidValueError(
-            "contains no token", "write a token to it", "--token-file", str(file)
-        )
-    return token
 
 
 def is_loopback(host: str) -> bool:

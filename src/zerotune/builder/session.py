@@ -15,6 +15,7 @@ import attrs
 from zerotune._util.files import fix_of
 from zerotune.builder.forms import FormState, check_content, droppable_settings, read_plan
 from zerotune.builder.preview import message_data, notable_decisions
+from zerotune.builder.setup import STARTING_SETUP
 from zerotune.decisions import Decision, Log
 from zerotune.errors import (
     InvalidValueError,
@@ -206,6 +207,7 @@ class Session:
         return {
             "state": state.data(),
             "defaults": self._initial.data(),
+            "setup": STARTING_SETUP,
             "messages": messages,
             "version": version,
             "plan_file": None if self.plan_file is None else str(self.plan_file),
@@ -250,24 +252,20 @@ class Session:
         path: Path,
         *,
         like: Mapping[str, Any],
-        format_: str | None,
         version: str | None,
         processes: int = 1,
     ) -> dict[str, Any]:
-        """Write a file inside the root.
+        """Write a file inside the root; its suffix chooses the format.
 
         Args:
             plan: Plan to write.
             like: The form's configuration, whose key order is kept.
             processes: Number of processes for accelerate's launcher if the plan does not set it.
             path: File to write, already checked by ``Root.inside``.
-            format_: File format, as in ``DeepSpeedPlan.save``.
             version: Expected version of the file; ``None`` overwrites any version.
         """
         with self._lock:
-            written = self._write(
-                plan, path, like=like, version=version, processes=processes, format_=format_
-            )
+            written = self._write(plan, path, like=like, version=version, processes=processes)
             if path == self.plan_file:
                 self.applied = plan
         return written
@@ -280,7 +278,6 @@ class Session:
         like: Mapping[str, Any],
         version: str | None,
         processes: int,
-        format_: str | None = None,
     ) -> dict[str, Any]:
         here = version_of(path)
         if version not in (None, here):
@@ -291,10 +288,9 @@ class Session:
                 "the file",
                 str(path),
             )
-        chosen = format_ or format_of(path)
-        if chosen == "accelerate":
+        if format_of(path) == "accelerate":
             plan = launchable(plan, processes=processes)
-        saved = plan.save(path, format=chosen, lossy=droppable_settings(plan), like=like)
+        saved = plan.save(path, lossy=droppable_settings(plan), like=like)
         return {
             "version": version_of(path),
             "paths": [str(each) for each in saved.paths],

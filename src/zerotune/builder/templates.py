@@ -43,27 +43,26 @@ _LORA_RANK: Final = 16
 
 
 def _for_card(
-    id_: str, family: str, vram: int, ram: int, kind: str = "", about: str = "", **more: Any
+    id_: str, family: str, vram: int, ram: int, kind: str = "", more: str = "", **setup: Any
 ) -> BuiltinTemplate:
     name, group = MODEL_NAMES[family]
+    cards = f"Two {vram} GB cards" if "world_size" in setup else f"One {vram} GB card"
     return BuiltinTemplate(
         id=id_,
         name=f"{name} {kind or f'on {vram} GB'}",
-        description=about or f"One {vram} GB card and {ram} GB of RAM.",
+        description=f"{cards}, {ram} GB of RAM{more}.",
         group=group,
-        setup={**_ON_ONE_CARD, "family": family, "vram": str(vram), "ram": str(ram), **more},
+        setup={**_ON_ONE_CARD, "family": family, "vram": str(vram), "ram": str(ram), **setup},
     )
 
 
 def _for_lora(family: str, vram: int, ram: int, base: str = "") -> BuiltinTemplate:
     kind = f"LoRA of rank {_LORA_RANK} on {vram} GB"
-    quantized = f", with the base model in {base}" if base else ""
-    about = f"One {vram} GB card and {ram} GB of RAM{quantized}."
-    more = {"lora": _LORA_RANK, "base_dtype": base}
-    return _for_card(f"{family}-lora", family, vram, ram, kind, about, **more)
+    more = f", and the base model in {base}" if base else ""
+    setup = {"lora": _LORA_RANK, "base_dtype": base}
+    return _for_card(f"{family}-lora", family, vram, ram, kind, more, **setup)
 
 
-_FROM_NVME: Final = "from an NVMe drive"
 BUILTIN: Final = (
     BuiltinTemplate(
         id="lowest",
@@ -76,15 +75,10 @@ BUILTIN: Final = (
     _for_card("sdxl-12", "sdxl", 12, 64),
     _for_card("sdxl-8", "sdxl", 8, 64),
     _for_card(
-        *("nvme", "sdxl", 8, 32, _FROM_NVME),
-        "8 GB card, 32 GB of RAM, 200 GB of NVMe for swap files.",
+        *("nvme", "sdxl", 8, 32, "from an NVMe drive", ", 200 GB of NVMe for swap files"),
         nvme="200 GB",
     ),
-    _for_card(
-        *("two-gpus", "sdxl", 24, 128, "on two GPUs"),
-        "Two 24 GB cards and 128 GB of RAM.",
-        world_size=2,
-    ),
+    _for_card("two-gpus", "sdxl", 24, 128, "on two GPUs", world_size=2),
     _for_lora("sdxl", 12, 32),
     _for_card("sd15-8", "sd15", 8, 32),
     _for_lora("sd35-large", 24, 64),
@@ -96,12 +90,11 @@ BUILTIN: Final = (
 
 def builtin_template(template_id: str) -> BuiltinTemplate:
     """Return a built-in template by its id."""
-    for template in BUILTIN:
-        if template.id == template_id:
-            return template
+    if template_id in (known := {template.id: template for template in BUILTIN}):
+        return known[template_id]
     raise InvalidValueError(
         "is not the name of a template",
-        f"use one of {', '.join(template.id for template in BUILTIN)}",
+        f"use one of {', '.join(known)}",
         "template",
         template_id,
     )

@@ -28,7 +28,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host",
         default="127.0.0.1",
-        help="address to listen on; the default accepts connections from this machine only",
+        help="address to listen on; the default accepts connections from this machine only; others "
+        "require the token in ZEROTUNE_BUILDER_TOKEN, or one that is created",
     )
     parser.add_argument(
         "--port",
@@ -36,18 +37,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=8265,
         metavar="N",
         help="port of the server; default 8265, 0 selects a free port",
-    )
-    parser.add_argument(
-        "--token-file",
-        type=Path,
-        metavar="FILE",
-        help="file that contains the token; by default the environment variable "
-        "ZEROTUNE_BUILDER_TOKEN; if neither is set, a token is created unless --host is loopback",
-    )
-    parser.add_argument(
-        "--token",
-        metavar="TEXT",
-        help="the token itself; every user of this machine can read it in the process list",
     )
     parser.add_argument(
         "--no-browser",
@@ -71,8 +60,6 @@ def run(arguments: argparse.Namespace) -> int:
         port=arguments.port,
         plan_file=arguments.plan,
         root=arguments.root,
-        token=arguments.token,
-        token_file=arguments.token_file,
         open_browser=not arguments.no_browser,
     )
     return 0

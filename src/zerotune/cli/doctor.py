@@ -29,6 +29,7 @@ _STATE_STYLES: Final = {
     "blocked": "bad",
     "absent": "faint",
 }
+_PACKAGES: Final = ("python", "torch", "deepspeed", "accelerate", "diffusers")
 _LABEL_CHARACTERS: Final = 15
 _PATH_CHARACTERS: Final = 20
 
@@ -54,28 +55,21 @@ class Checkup:
         from zerotune.backend.step.kernel import host_step_status
 
         toolchain = detect_toolchain()
+        found = cls(platform=platform, toolchain=toolchain)
         if not platform.deepspeed.available:
-            return cls(platform=platform, toolchain=toolchain)
+            return found
         try:
             ops = op_report(toolchain=toolchain)
         except ZeroTuneError as error:
-            return cls(platform=platform, toolchain=toolchain, ops_problem=str(error))
-        return cls(
-            platform=platform,
-            toolchain=toolchain,
-            ops=ops,
-            own_op=host_step_status(toolchain=toolchain),
-            ops_folder=str(extensions_folder()),
-        )
+            return attrs.evolve(found, ops_problem=str(error))
+        own, folder = host_step_status(toolchain=toolchain), str(extensions_folder())
+        return attrs.evolve(found, ops=ops, own_op=own, ops_folder=folder)
 
     @property
     def healthy(self) -> bool:
         """Whether DeepSpeed runs and can offload the optimizer."""
-        return (
-            self.platform.deepspeed.available
-            and self.ops_problem is None
-            and self._cpu_adam is None
-        )
+        known = self.platform.deepspeed.available and self.ops_problem is None
+        return known and self._cpu_adam is None
 
     @property
     def verdict(self) -> str:
@@ -87,10 +81,8 @@ class Checkup:
         if self.ops_problem is not None:
             return f"DeepSpeed does not run here: {self.ops_problem}"
         if self._cpu_adam is not None:
-            return (
-                f"{support.reason}, but the optimizer cannot be offloaded: cpu_adam: "
-                f"{self._cpu_adam.cause}."
-            )
+            why = f"cpu_adam: {self._cpu_adam.cause}."
+            return f"{support.reason}, but the optimizer cannot be offloaded: {why}"
         unusable = [op.name for op in self.ops if not op.usable]
         without = f" (not {', '.join(unusable)})" if unusable else ""
         usable = len(self.ops) - len(unusable)
@@ -111,64 +103,58 @@ class Checkup:
         return data
 
     def _print(self, rates: Rates | None = None) -> None:
-        sections = {
-            "Platform": _table(self._platform_rows()),
-            "Memory": _table(self._memory_rows()),
-            "Versions": _table(self._version_rows()),
-            "Toolchain": _table(self._toolchain_rows()),
+        platform = self.platform
+        sections: dict[str, Table] = {
+            "Platform": _table(_platform_rows(platform)),
+            "Memory": _table(_memory_rows(platform)),
+            "Versions": _table(
+                (name, platform.versions.get(name, "not installed")) for name in _PACKAGES
+            ),
+            "Toolchain": _table(_toolchain_rows(self.toolchain, self.ops_folder)),
             "DeepSpeed ops": _ops_table(self.ops),
-            "Own op": _ops_table([] if self.own_op is None else [self.own_op]),
-            "Fast paths": _table(_proof_rows(self.platform), label=_PATH_CHARACTERS),
+            "Own op": _ops_table(filter(None, [self.own_op])),
+            "Fast paths": _table(_proof_rows(platform), label=_PATH_CHARACTERS),
             "Rates": _table([] if rates is None else _rate_rows(rates)),
-            "Decisions": _table((one.severity, str(one)) for one in self.platform.decisions),
+            "Decisions": _table((one.severity, str(one)) for one in platform.decisions),
         }
         blocks: list[Block] = []
         for title, table in sections.items():
             if table.rows:
                 blocks += [Line(title, style="title"), table, Line("")]
         style = "passed" if self.healthy else "failed"
-        blocks.append(Line(f"Verdict: {self.verdict}", style=style))
-        print_page(Page(blocks=tuple(blocks)))
+        print_page(Page(blocks=(*blocks, Line(f"Verdict: {self.verdict}", style=style))))
 
-    def _platform_rows(self) -> Iterator[tuple[str, str]]:
-        here = self.platform
-        yield "system", f"{here.system} {here.machine}, {here.processor}".rstrip(", ")
-        cores = f"{here.physical_cores} physical, {here.logical_cores} logical"
-        yield "cores", f"{cores}, {here.usable_cores} usable"
-        yield "accelerator", here.accelerator
-        for index, device in enumerate(here.devices):
-            version = ".".join(map(str, device.capability or ()))
-            capability = f", capability {version}" if version else ""
-            yield (
-                f"device {index}",
-                f"{device.name}, {format_size(device.total_memory)}{capability}",
-            )
-        bf16, fp16 = ("yes" if works else "no" for works in (here.bf16, here.fp16))
-        yield "precision", f"bf16 {bf16}, fp16 {fp16}"
-        yield "DeepSpeed", here.deepspeed.reason
 
-    def _memory_rows(self) -> Iterator[tuple[str, str]]:
-        memory, lockable = self.platform.host_memory, self.platform.memlock_limit
-        limit = memory.cgroup_limit
-        yield "RAM", f"{format_size(memory.total)}, {format_size(memory.available)} available"
-        yield "container limit", "none" if limit is None else format_size(limit)
-        yield "lockable", "no limit" if lockable is None else format_size(lockable)
+def _platform_rows(here: Platform) -> Iterator[tuple[str, str]]:
+    yield "system", f"{here.system} {here.machine}, {here.processor}".rstrip(", ")
+    cores = f"{here.physical_cores} physical, {here.logical_cores} logical"
+    yield "cores", f"{cores}, {here.usable_cores} usable"
+    yield "accelerator", here.accelerator
+    for index, device in enumerate(here.devices):
+        version = ".".join(map(str, device.capability or ()))
+        capability = f", capability {version}" if version else ""
+        yield f"device {index}", f"{device.name}, {format_size(device.total_memory)}{capability}"
+    bf16, fp16 = ("yes" if works else "no" for works in (here.bf16, here.fp16))
+    yield "precision", f"bf16 {bf16}, fp16 {fp16}"
+    yield "DeepSpeed", here.deepspeed.reason
+    yield "torch built for", here.torch_build or "unknown"
 
-    def _version_rows(self) -> Iterator[tuple[str, str]]:
-        for name in ("python", "torch", "deepspeed", "accelerate", "diffusers"):
-            yield name, self.platform.versions.get(name, "not installed")
-        yield "torch built for", self.platform.torch_build or "unknown"
 
-    def _toolchain_rows(self) -> Iterator[tuple[str, str]]:
-        here, words = self.toolchain, {True: "found", False: "absent", None: "unknown"}
-        for name, tool in (("c++", here.cxx), ("ninja", here.ninja), ("nvcc", here.nvcc)):
-            found = tool and f"{tool.version or 'does not run'} ({tool.path})"
-            yield name, found or "absent"
-        yield "Python.h", words[here.python_headers]
-        libaio = here.libaio
-        yield "libaio", f"header {words[libaio.header]}, library {words[libaio.library]}"
-        if self.ops_folder:
-            yield "ops", self.ops_folder
+def _memory_rows(here: Platform) -> Iterator[tuple[str, str]]:
+    memory = here.host_memory
+    yield "RAM", f"{format_size(memory.total)}, {format_size(memory.available)} available"
+    for name, limit in (("container limit", memory.cgroup_limit), ("lockable", here.memlock_limit)):
+        yield name, "no limit" if limit is None else format_size(limit)
+
+
+def _toolchain_rows(here: Toolchain, ops: str | None) -> Iterator[tuple[str, str]]:
+    words = {True: "found", False: "absent", None: "unknown"}
+    for name, tool in (("c++", here.cxx), ("ninja", here.ninja), ("nvcc", here.nvcc)):
+        yield name, f"{tool.version or 'does not run'} ({tool.path})" if tool else "absent"
+    yield "Python.h", words[here.python_headers]
+    yield "libaio", f"header {words[here.libaio.header]}, library {words[here.libaio.library]}"
+    if ops:
+        yield "ops", ops
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""``zerotune init``: a training run as a file and as a script, and its plan.
+"""``zerotune init``: the file of a training run, and its plan.
 
 For a model, a GPU and a folder of images.
 """
@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
-import textwrap
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from zerotune._util.files import drafted, system_errors, write_synced
 from zerotune._util.text import counted, format_size
@@ -44,9 +42,6 @@ _PIPELINES: Final = {
     "sdxl": "stabilityai/stable-diffusion-xl-base-1.0",
 }
 """Hub id of each family's pipeline, if ``--model`` is not given."""
-
-_SCRIPT: Final = Path("examples", "finetune.py")
-"""Path of the example, relative to an installed package or to the root of a clone."""
 
 _ACCUMULATED: Final = 4
 _LEARNING_RATE: Final = {"all": 1e-5, "adapters": 1e-4}
@@ -88,10 +83,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write run.yaml, train.py and plan.json; if one cannot be written, write none."""
+    """Write run.yaml and plan.json; if one cannot be written, write none."""
     folder = Path(arguments.folder)
-    plan, script, file = folder / "plan.json", folder / "train.py", folder / "run.yaml"
-    for path in (plan, script, file):
+    plan, file = folder / "plan.json", folder / "run.yaml"
+    for path in (plan, file):
         if os.path.lexists(path):
             raise InvalidValueError(
                 "already exists, and existing files are not overwritten",
@@ -101,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     family = arguments.family
     if family.endswith("-controlnet"):
         raise InvalidValueError(
-            "needs conditioning images, which the generated script does not read",
+            "needs conditioning images, which the file of a run does not name",
             "start from the ControlNet recipe (docs/recipes.md)",
             "--family",
             family,
@@ -109,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     known = model_of(arguments)
     if known.frames is not None:
         raise InvalidValueError(
-            "is trained on clips, but the generated script reads images",
+            "is trained on clips, but zerotune train reads images",
             "choose an image model, or write your own script (docs/families.md)",
             "--family",
             family,
@@ -118,21 +113,14 @@ def run(arguments: argparse.Namespace) -> int:
     count, captions = _images(arguments.photos)
     advice = _advice(arguments, known)
     resolution = arguments.resolution or known.resolution
-    asked: dict[str, Any] = {"model": model, "captions": captions, "resolution": resolution}
-    _write(
-        {
-            plan: advice.plan.to_json().rstrip("\n") + "\n",
-            script: _script(arguments, advice, **asked),
-            file: _run_file(arguments, advice, **asked),
-        }
-    )
+    text = _run_file(arguments, advice, model=model, captions=captions, resolution=resolution)
+    _write({plan: advice.plan.to_json().rstrip("\n") + "\n", file: text})
     captioned = "with captions" if captions else "without captions"
     print_text(
         f"{plan}: {advice.chosen.title}\n"
-        f"{script}: {counted(arguments.steps, 'step')} of {model} on "
+        f"{file}: {counted(arguments.steps, 'step')} of {model} on "
         f"{counted(count, 'image')}, {captioned}\n"
-        f"{file}: the same run as a file\n"
-        f"\nTrain with: zerotune train {file}, or python {script}\n"
+        f"\nTrain with: zerotune train {file}\n"
         "To resume an interrupted run, run the same command again."
     )
     return 0
@@ -197,41 +185,6 @@ def _images(folder: str) -> tuple[int, list[str]]:
     return len(images), [caption for caption in captions if caption]
 
 
-def _script(
-    arguments: argparse.Namespace,
-    advice: Advice,
-    *,
-    model: str,
-    captions: list[str],
-    resolution: int,
-) -> str:
-    """Return ``examples/finetune.py`` with the constants and the docstring of this run."""
-    photos = str(Path(arguments.photos).expanduser().resolve())
-    values = {
-        "MODEL": repr(model),
-        "FAMILY": repr(arguments.family if ":" in arguments.family else None),
-        "PHOTOS": f"Path({photos!r})",
-        "OUTPUT": "HERE",
-        "PLAN": 'HERE / "plan.json"',
-        "LORA": arguments.lora or 0,
-        "STEPS": arguments.steps,
-        "EVERY": max(1, arguments.steps // 4),
-        "PROMPTS": repr(captions[:_MOST_PROMPTS] or ["a photo"]),
-        "RESOLUTION": resolution,
-        "GRADIENT_CHECKPOINTING": advice.gradient_checkpointing,
-        "ACTIVATION_OFFLOAD": advice.activation_offload,
-        "UPDATE": repr(_update(advice)),
-    }
-    package = Path(__file__).parents[1]
-    places = (package / _SCRIPT, package.parents[1] / _SCRIPT)
-    example = next(path for path in places if path.is_file()).read_text(encoding="utf-8")
-    _, _, code = example.split('"""', 2)
-    for name, value in values.items():
-        line = f"{name} = {value}"
-        code = re.sub(rf"(?m)^{name} = .*$", line.replace("\\", r"\\"), code)
-    return f'"""{_docstring(arguments, advice)}"""{code}'
-
-
 def _run_file(
     arguments: argparse.Namespace,
     advice: Advice,
@@ -254,40 +207,18 @@ def _run_file(
         "steps": arguments.steps,
         "gradient_checkpointing": advice.gradient_checkpointing,
         "activation_offload": advice.activation_offload,
-        **({} if advice.update is None else {"update": _update(advice)}),
+        **({} if advice.update is None else {"update": advice.update.name}),
         "validation": {"prompts": captions[:_MOST_PROMPTS] or ["a photo"]},
     }
-    said = "# Train with: zerotune train run.yaml; zerotune train --schema lists every setting.\n"
-    return said + yaml.safe_dump(run, sort_keys=False, allow_unicode=True)
-
-
-def _update(advice: Advice) -> str:
-    return "host" if advice.update is None else advice.update.name
-
-
-def _docstring(arguments: argparse.Namespace, advice: Advice) -> str:
     budget = advice.budget
     sizes = {"device memory": budget.device, "host memory": budget.host, "NVMe": budget.nvme}
     memory = ", ".join(f"{format_size(size)} of {name}" for name, size in sizes.items())
-    chosen = textwrap.fill(f"{advice.chosen.title}, {advice.chosen.reason}.", 96)
-    export = "adapters" if arguments.lora else "pipeline"
-    return f"""Train {arguments.family} on a folder of images.
-
-``zerotune init`` wrote this script, and you can edit it. To start training, run
-
-    python train.py
-
-On several GPUs, run ``torchrun --nproc-per-node 2 train.py``. The script writes to its own folder:
-``cache`` (latents and embeddings), ``checkpoints``, ``validation`` (images sampled during training)
-and, at the end, ``{export}``. Ctrl-C stops training, and the same command resumes from the newest
-checkpoint. To extend a finished run, increase STEPS. ``--help`` lists the options that override the
-constants below.
-
-The plan in plan.json was chosen for
-{memory}:
-{chosen}
-The plan requires the values of GRADIENT_CHECKPOINTING and ACTIVATION_OFFLOAD below.
-"""
+    said = (
+        "# Train with: zerotune train run.yaml; zerotune train --schema lists every setting.\n"
+        f"# The plan was chosen for {memory}. It requires\n"
+        "# the values of gradient_checkpointing and activation_offload below.\n"
+    )
+    return said + yaml.safe_dump(run, sort_keys=False, allow_unicode=True)
 
 
 def _write(texts: dict[Path, str]) -> None:

@@ -29,20 +29,15 @@ def _add_root(parser: argparse.ArgumentParser) -> None:
 class _Clean(Below):
     summary: ClassVar[str] = "Delete leftovers of runs that are provably dead."
 
-    @staticmethod
-    def configure(parser: argparse.ArgumentParser) -> None:
-        _add_root(parser)
-        parser.add_argument(
-            "--dry-run", action="store_true", help="list the folders without deleting them"
-        )
+    configure = staticmethod(_add_root)
 
     def run(self) -> int:
-        report = cleanup_stale_swap(self.arguments.root, dry_run=self.arguments.dry_run)
+        report = cleanup_stale_swap(self.arguments.root)
         if self.arguments.json:
             print_json(report.to_dict())
         else:
             groups = (
-                ("would be removed" if report.dry_run else "removed", report.removed),
+                ("removed", report.removed),
                 ("kept", report.kept),
                 ("failed", report.failures),
             )
@@ -52,8 +47,7 @@ class _Clean(Below):
                 for one in entries
             ]
             _print_rows(("folder", "outcome", "bytes", "why"), rows)
-            verb = "would be freed" if report.dry_run else "freed"
-            print_text(f"{format_size(report.freed)} {verb}")
+            print_text(f"{format_size(report.freed)} freed")
         return 1 if report.failures or any(one.kind == "bare" for one in report.kept) else 0
 
 

@@ -106,9 +106,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
-    forms = group.add_mutually_exclusive_group()
-    forms.add_argument("--json", action="store_true", help="print JSON; sizes are in bytes")
-    forms.add_argument("--markdown", action="store_true", help="print Markdown")
+    group.add_argument("--json", action="store_true", help="print JSON; sizes are in bytes")
     group.add_argument(
         "--chart",
         metavar="FILE",
@@ -342,10 +340,6 @@ class Explain(Below):
             summary = plan.summary(world_size=self.arguments.world_size, platform=platform)
             if self.arguments.json:
                 print_json(summary)
-            elif self.arguments.markdown:
-                print_text(
-                    plan.explain_markdown(world_size=self.arguments.world_size, platform=platform)
-                )
             else:
                 print_page(plan_page(plan, world_size=self.arguments.world_size, platform=platform))
             return int(any(finding["severity"] == "error" for finding in summary["findings"]))
@@ -395,13 +389,9 @@ class Explain(Below):
         page = estimate_page(estimate, budget=budget)
         if time is not None:
             page = Page(blocks=(*page.blocks, Line(""), Line(time_words(time), indent=2)))
-        if self.arguments.markdown:
-            print_text(estimate.resolved.explain_markdown())
-            print_text("\n" + page.markdown())
-        else:
-            print_page(resolved_page(estimate.resolved))
-            print_text("")
-            print_page(page, width=WIDTH)
+        print_page(resolved_page(estimate.resolved))
+        print_text("")
+        print_page(page, width=WIDTH)
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
@@ -471,17 +461,13 @@ class Diff(Below):
         parser.add_argument("before", metavar="BEFORE", help=FILE_HELP)
         parser.add_argument("after", metavar="AFTER", help="the changed configuration")
         add_reading(parser)
-        forms = parser.add_mutually_exclusive_group()
-        forms.add_argument("--json", action="store_true", help="print JSON")
-        forms.add_argument("--markdown", action="store_true", help="print Markdown")
+        parser.add_argument("--json", action="store_true", help="print JSON")
 
     def run(self) -> int:
         """Compare two plans; return 0 if they are equal, else 1."""
         difference = self._loaded(self.arguments.before).diff(self._loaded(self.arguments.after))
         if self.arguments.json:
             print_json(difference.to_dict())
-        elif self.arguments.markdown:
-            print_text(difference.markdown())
         else:
             print_page(difference.page())
         return int(bool(difference))
@@ -566,8 +552,6 @@ class Advise(Below):
         )
         if self.arguments.json:
             print_json(advice.to_dict())
-        elif self.arguments.markdown:
-            print_text(advice.explain_markdown())
         else:
             most = None if self.arguments.all else FOREMOST
             print_page(advice_page(advice, most=most), width=WIDTH)

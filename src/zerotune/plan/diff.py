@@ -86,10 +86,6 @@ class PlanDifference:
         """Return one line per difference: ``+`` added, ``-`` removed, ``~`` changed."""
         return self.page().text()
 
-    def markdown(self) -> str:
-        """Return the differences as Markdown."""
-        return self.page().markdown()
-
     def page(self) -> Page:
         """Return the differences as a report."""
         count = len(self.changes)

@@ -176,10 +176,6 @@ class ResolvedPlan(Resolved):
         """Describe what will run and why, as text."""
         return plan_text.resolved_page(self).text()
 
-    def explain_markdown(self) -> str:
-        """Return Markdown tables of what will run, the reasons, and the findings of the rules."""
-        return plan_text.resolved_markdown(self)
-
     def summary(self) -> dict[str, Any]:
         """Return what will run as a JSON-serialisable dict."""
         return plan_text.resolved_data(self)
@@ -581,15 +577,6 @@ class DeepSpeedPlan(Settings):
         """
         return plan_text.plan_page(self, world_size=world_size, platform=platform).text()
 
-    def explain_markdown(self, *, world_size: int = 1, platform: Platform | None = None) -> str:
-        """Return the content of ``explain`` as Markdown tables.
-
-        Args:
-            world_size: Number of ranks for the rules.
-            platform: The machine, as in ``explain``.
-        """
-        return plan_text.plan_page(self, world_size=world_size, platform=platform).markdown()
-
     def summary(self, *, world_size: int = 1, platform: Platform | None = None) -> dict[str, Any]:
         """Return the content of ``explain`` as a JSON-serialisable dict.
 
@@ -812,10 +799,6 @@ class Advice(Advised):
     def explain(self) -> str:
         """Return the choice, its reason, the free memory and all candidates as text."""
         return advice_text.advice_page(self).text(memory_text.WIDTH)
-
-    def explain_markdown(self) -> str:
-        """Return ``explain`` as Markdown."""
-        return advice_text.advice_page(self).markdown()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the advice as a JSON-serialisable dict; sizes are in bytes."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 
@@ -50,7 +49,7 @@ def sizes(source):
 
 
 def index_file(tmp_path):
-    (file,) = (tmp_path / ".user-cache" / "zerotune" / "sizes").glob("*.json")
+    (file,) = (tmp_path / ".user-cache" / "zerotune" / "sizes").glob("*.sqlite")
     return file
 
 
@@ -113,31 +112,37 @@ def test_another_check_does_not_use_the_cached_sizes(few, looked):
     assert looked() == 7
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"[]",
-        b'{"version": 0, "sizes": {}}',
-        b'{"version": 1, "sizes": [1]}',
-        b'{"version": 1, "sizes": {"0.png": 3, "1.jpg": [[], [1, 2]]}}',
-        None,
-    ],
-)
+@pytest.mark.parametrize("content", [b"", b"no database" * 100, None])
 def test_a_damaged_index_is_rewritten(few, looked, tmp_path, content):
     expected = sizes(opened(few))
     file = index_file(tmp_path)
-    stored = json.loads(file.read_text())
-    if content is None:
-        for entry in stored["sizes"].values():
-            entry[1] = [entry[1][0], "9"]
-        content = json.dumps(stored).encode()
-    file.write_bytes(content)
+    whole = file.read_bytes()
+    # A page of the table, of which the header knows nothing.
+    file.write_bytes(whole[:4096] + b"\xff" * 4096 + whole[8192:] if content is None else content)
     looked()
     assert sizes(opened(few)) == expected
     assert looked() == 7
     opened(few)
     assert looked() == 0
+
+
+def test_sizes_that_were_read_before_a_crash_are_kept(few, looked, monkeypatch):
+    monkeypatch.setattr(sources, "_BETWEEN_WRITES_S", 0)
+    pid = os.fork()
+    if not pid:
+        read, seen = sources.image_size, []
+
+        def die(*given):
+            seen.append(given)
+            return read(*given) if len(seen) < 5 else os._exit(0)
+
+        sources.image_size = die
+        opened(few)
+        os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    looked()
+    opened(few)
+    assert 1 < looked() < 7
 
 
 def test_an_unwritable_cache_folder_does_not_fail_the_run(few, looked, tmp_path, monkeypatch):

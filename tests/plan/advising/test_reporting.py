@@ -112,19 +112,6 @@ class TestText:
         assert "42.00 of 12.00 GiB, over by 30.00" in text
 
 
-class TestMarkdown:
-    def test_markdown_has_a_table_of_the_candidates(self, advice):
-        text = advice_page(advice).markdown()
-
-        assert "- **Chosen** ZeRO-2, optimizer in host memory, bf16, 1 process\n" in text
-        assert "the lowest stage that fits \\| \\*really\\*" in text
-        assert (
-            "| too big | 42.00 | 0.00 | 0.00 |  | ZeRO-0, with checkpointing:<br>"
-            "missing device 30.00 GiB; optimizer states stay on the device |"
-        ) in text
-        assert "| chosen | 9.25 | 43.00 | 0.00 |  | ZeRO-2, optimizer in host memory, with" in text
-
-
 class TestData:
     def test_the_data_can_be_serialised_to_json(self, advice):
         data = advice_data(advice)

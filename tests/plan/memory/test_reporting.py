@@ -82,18 +82,6 @@ def test_the_text_names_the_workload(make_estimate):
     assert "without gradient checkpointing" in make_estimate(gradient_checkpointing=False).explain()
 
 
-def test_markdown_has_a_row_for_each_place_and_component(estimate):
-    text = estimate_page(estimate, budget={"device": 8 * GIB}).markdown()
-
-    assert "| place | memory per rank | when |" in text
-    assert "| device | 7.50 of 8.00 GiB, 0.50 free | at the peak, during set-up |" in text
-    assert "| host | 24.00 GiB | at any time |" in text
-    assert (
-        "| 2.00 | activations | only in the forward and backward pass; blocks recomputed |" in text
-    )
-    assert "| 16.00 | optimizer states | exp_avg and exp_avg_sq |" in text
-
-
 def test_memory_over_its_budget_is_reported_and_marked(estimate):
     page = estimate_page(estimate, budget={"device": 5 * GIB, "nvme": GIB})
 

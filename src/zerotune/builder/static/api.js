@@ -1,7 +1,5 @@
 // Requests to the server. Every failure becomes an ApiError with the server's answer.
 
-const prefix = () => `${document.body.dataset.prefix}/api`;
-
 export class ApiError extends Error {
   constructor(status, data) {
     super(data.error || `The server answered with status ${status}.`);
@@ -28,15 +26,8 @@ async function answer(request) {
   return data;
 }
 
-export const get = (path, parameters = {}) =>
-  answer(fetch(`${prefix()}${path}?${new URLSearchParams(parameters)}`));
+const send = (path, options) => answer(fetch(`${document.body.dataset.prefix}/api${path}`, options));
 
-export const post = (path, body, signal) =>
-  answer(
-    fetch(`${prefix()}${path}`, {
-      method: "POST",
-      headers: { "content-type": "application/json" },
-      body: JSON.stringify(body),
-      signal,
-    }),
-  );
+export const get = (path) => send(path);
+export const post = (path, body, signal) => send(path, {
+  method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body), signal });

@@ -1,12 +1,9 @@
 // Dialogs: open, save, apply, "Fit my card" and templates.
 
 import { ApiError, get, post } from "./api.js";
-import { action, all, ask, byId, capital, el, fill, onSubmit, openDialog, point, show, status, errorText } from "./dom.js";
+import { action, all, ask, byId, el, onSubmit, openDialog, point, status, errorText } from "./dom.js";
 import * as draft from "./draft.js";
-import { hasFrames } from "./form.js";
-import { size } from "./memory.js";
-import { fixOf } from "./messages.js";
-import { print, state } from "./state.js";
+import { state } from "./state.js";
 
 let load = () => {};
 let refresh = () => {};
@@ -16,7 +13,7 @@ export function bindDialogs(loader, refresher) {
   load = loader;
   refresh = refresher;
   for (const button of all("[data-close]")) button.addEventListener("click", () => button.closest("dialog").close());
-  for (const [name, act] of [["open", open], ["save", () => save(false)], ["fit", fit],
+  for (const [name, act] of [["open", open], ["save", () => save(false)],
     ["ask", () => byId("ask-dialog").close("yes")]]) onSubmit(byId(`${name}-dialog`).querySelector("form"), act);
   for (const name of ["open", "save"]) {
     byId(`${name}-button`).addEventListener("click", () => { byId(`${name}-error`).textContent = ""; openDialog(byId(`${name}-dialog`)); });
@@ -24,7 +21,8 @@ export function bindDialogs(loader, refresher) {
   for (const id of ["open-path", "open-text"]) byId(id).addEventListener("input", () => { known.typed = id; });
   byId("open-file").addEventListener("change", upload);
   byId("apply-button")?.addEventListener("click", () => apply(draft.plan.version));
-  byId("fit-button").addEventListener("click", fitOpen);
+  byId("fit-button").addEventListener("click", () => { openDialog(byId("fit-dialog")); byId("fit-title").focus(); fit(state); });
+  byId("fit-results").addEventListener("click", ({ target }) => take(target.dataset));
   byId("templates-button").addEventListener("click", () => { templateStatus(""); openDialog(byId("templates-dialog")); });
   for (const button of all("[data-template]")) button.addEventListener("click", () => useTemplate(button));
 }
@@ -77,7 +75,7 @@ async function save(overwrite) {
     refresh();
   } catch (error) {
     const line = byId("save-error");
-    fill(line, error.message, " ");
+    line.replaceChildren(error.message, " ");
     if (error.status === 409) line.append(action("Overwrite it", () => save(true)));
   }
 }
@@ -109,169 +107,34 @@ function reportSaved(sentence, done) {
   status([`${sentence}${kept}.`, ...done.decisions].join(" "), "good");
 }
 
-const FIT_FIELDS = ["family", "card", "vram", "ram", "nvme", "lora", "base_dtype", "ema", "resolution", "frames", "world_size"];
-const PRECISIONS = ["bf16", "fp16", "fp32", "auto"];
-const fitId = (name) => `fit-${name.replace("_", "-")}`;
-// The form to fit: the page's own, or a remedy's.
-let request = state;
-
-function fitOpen() {
-  request = structuredClone(state);
-  // The sizes in this dialog describe the machine.
-  request.setup.this_machine = false;
-  fitFields();
-  fill(byId("fit-results"));
-  openDialog(byId("fit-dialog"));
-}
-
-function fitFields() {
-  fill(byId("fit-fields"), ...FIT_FIELDS.map(fitField), fitPrecision(),
-    field("fit-batch", "Micro batch", el("input", { type: "text", autocomplete: "off", value: print(request.config.train_micro_batch_size_per_gpu) || "1" })));
-  fitFrames();
-}
-
-// Only clips have frames.
-const fitFrames = () => show(byId("fit-frames").closest(".field"), hasFrames(JSON.parse(byId("fit-family").value)));
-
-const field = (id, label, control) => {
-  control.id = id;
-  return el("div", { class: "field" }, el("label", { for: id, text: label }), control);
-};
-
-function fitField(name) {
-  const model = byId(`setup-${name.replace("_", "-")}`);
-  const value = request.setup[name];
-  const label = model.labels[0].textContent;
-  if (model.tagName !== "SELECT") {
-    return field(fitId(name), label, el("input", { type: "text", autocomplete: "off", value: value ?? "", oninput: () => {
-      if (name === "vram") byId("fit-card").value = '""';
-    } }));
-  }
-  const control = el("select", { onchange: () => {
-    const { vram } = JSON.parse(control.selectedOptions[0].dataset.sets ?? "{}");
-    if (vram) byId("fit-vram").value = vram;
-  } }, ...[...model.options].map((option) => option.cloneNode(true)));
-  control.value = JSON.stringify(value ?? "");
-  if (name === "family") control.addEventListener("change", fitFrames);
-  return field(fitId(name), label, control);
-}
-
-function fitPrecision() {
-  const radios = all("input[name=config-bf16-enabled]");
-  const control = el("select", {}, ...radios.map((radio, place) => el("option", { value: radio.dataset.sets, text: PRECISIONS[place], selected: radio.checked })));
-  return field("fit-precision", "Precision", control);
-}
-
-async function fit() {
-  for (const name of FIT_FIELDS) {
-    const control = byId(fitId(name));
-    request.setup[name] = control.tagName === "SELECT" ? JSON.parse(control.value) : control.value;
-  }
-  for (const [path, value] of Object.entries(JSON.parse(byId("fit-precision").value))) {
-    const [section, name] = path.split(".");
-    if (value !== null || request.config[section]) request.config[section] = { ...request.config[section], [name]: value ?? false };
-  }
-  request.config.train_micro_batch_size_per_gpu = Number(byId("fit-batch").value) || byId("fit-batch").value;
-  delete request.config.train_batch_size;
+// Plans for a form: the page's own, or a remedy's.
+async function fit(form) {
   const results = byId("fit-results");
-  for (const control of all("[aria-invalid]", byId("fit-fields"))) control.removeAttribute("aria-invalid");
-  fill(results, el("p", { class: "sentence", text: "Searching…" }));
+  results.replaceChildren(el("p", { className: "sentence", text: "Searching…" }));
   try {
-    const advice = await post("/advise", { state: request });
-    fill(results, ...(advice.fits ? plansThatFit(advice) : nearest(advice)));
+    // The server's own HTML.
+    results.innerHTML = (await post("/advise", { state: form })).html;
   } catch (error) {
-    fill(results, el("p", { class: "error-line", text: fitErrorText(error) }));
+    results.replaceChildren(el("p", { className: "error-line", text: error.message }));
   }
 }
 
-// Returns an error's text, and marks the field of the dialog that caused it.
-function fitErrorText(error) {
-  const { key = "", reason, fix } = error.data ?? {};
-  const control = key?.startsWith("setup.") && byId(fitId(key.slice("setup.".length)));
-  if (!control) return error.message;
-  control.setAttribute("aria-invalid", "true");
-  control.focus();
-  return `${control.labels[0].textContent}: ${reason}. ${fixOf({ fix })}`;
+function take({ request, load: chosen }) {
+  if (request) fit(JSON.parse(request));
+  if (!chosen) return;
+  const { state: form, title } = JSON.parse(chosen);
+  byId("fit-dialog").close();
+  load(form, [], `Plan chosen: ${title}.`, { label: title, further: true });
 }
 
-function plansThatFit(advice) {
-  const others = [...advice.runners_up, ...advice.rejected];
-  const next = others.filter((one) => one.foremost);
-  const rest = others.filter((one) => !one.foremost);
-  const shown = new Set();
-  return [
-    el("h3", { text: "Fastest plan that fits" }), provenance(advice.chosen), ...candidates([advice.chosen], shown),
-    next.length ? el("h3", { text: "Next best" }) : null, ...candidates(next, shown),
-    rest.length ? el("details", { class: "reasons" },
-      el("summary", { text: rest.length === 1 ? "1 other" : `${rest.length} others` }),
-      ...candidates(rest, shown)) : null];
-}
-
-const provenance = (one) => (one.predicted
-  ? el("p", { class: "hint", id: "fit-rates", text: `Times are predicted, not measured; ${one.predicted.rates}.` }) : null);
-
-const nearest = (advice) => [
-  el("p", { class: "error-line", text: `${sentence(advice.reason)} Fix: ${advice.fix}.` }),
-  ...advice.remedies.map(remedy),
-  el("h3", { text: "Nearest plan" }), ...candidates([advice.nearest], new Set())];
-
-function remedy(one) {
-  if (!one.state) return el("p", { class: "hint", text: sentence(one.label) });
-  return el("p", { class: "row" }, el("button", { type: "button", class: one.fits ? "primary" : null, text: one.label, onclick: () => {
-    request = structuredClone(one.state);
-    fitFields();
-    fit();
-  } }), one.gain ? el("span", { class: "hint", text: one.gain }) : null);
-}
-
-// A reason that several candidates share is shown once, above them.
-function candidates(every, shown) {
-  const groups = new Map();
-  for (const one of every) groups.set(one.reason, [...(groups.get(one.reason) ?? []), one]);
-  return [...groups].flatMap(([reason, members]) => members.length > 1
-    ? [el("p", { class: "hint", text: sentence(reason) }),
-       el("ul", { class: "list" }, ...members.map((one) => candidate(one, "", shown)))]
-    : [el("ul", { class: "list" }, candidate(members[0], sentence(reason), shown))]);
-}
-
-const sentence = (reason) => `${capital(reason)}.`;
-
-const PLACES = { device: "GPU memory", host: "RAM", nvme: "NVMe" };
-
-// Repeating the same seconds would look like another measurement.
-function seconds(one, shown) {
-  if (!one.predicted) return null;
-  const { seconds: words } = one.predicted;
-  if (shown.has(words)) return el("p", { class: "seconds", text: "same time as a plan above" });
-  shown.add(words);
-  return el("p", { class: "seconds" }, el("b", { text: words }), " per step");
-}
-
-function candidate(one, why, shown) {
-  const needs = `GPU ${size(one.needs.device)}, RAM ${size(one.needs.host)}${one.needs.nvme ? `, NVMe ${size(one.needs.nvme)}` : ""}`;
-  const missing = Object.entries(one.shortfalls).map(([place, bytes]) => `${size(bytes)} of ${PLACES[place]}`);
-  const checkpointing = `${one.gradient_checkpointing ? "with" : "without"} checkpointing`;
-  const kind = one.activation_offload ? `${checkpointing} and activation offload` : checkpointing;
-  return el("li", { class: "candidate", "data-fits": String(one.fits) },
-    el("div", {}, el("strong", { text: capital(`${one.title}, ${kind}`) }),
-      el("p", { class: "hint", text: needs }),
-      missing.length ? el("p", { class: "hint over", text: `${missing.join(" and ")} missing` }) : null,
-      why ? el("p", { class: "hint", text: why }) : null),
-    seconds(one, shown),
-    one.fits ? el("button", { type: "button", text: "Use", "aria-label": `Use ${one.title}, ${kind}`, onclick: () => {
-      byId("fit-dialog").close();
-      load(one.state, [], `Plan chosen: ${one.title}.`, { label: one.title, further: true });
-    } }) : null);
-}
-
-const templateStatus = (text) => fill(byId("templates-status"), text);
+const templateStatus = (text) => { byId("templates-status").textContent = text; };
 
 async function useTemplate(button) {
   const name = button.closest("li").querySelector("strong").textContent;
   templateStatus("");
   try {
     const used = await post("/templates/use", { id: button.dataset.template, setup: state.setup });
-    if (!used.state) throw new ApiError(409, { error: `${sentence(used.reason)} Fix: ${used.fix}.` });
+    if (!used.state) throw new ApiError(409, { error: `No plan fits: ${used.reason}. Fix: ${used.fix}.` });
     if (!await mayReplace(`The template ${name}`)) return;
     byId("templates-dialog").close();
     load(used.state, [], `${name}: ${used.title}.`, { label: `the template ${name}` });

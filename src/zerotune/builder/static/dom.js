@@ -1,34 +1,15 @@
-// Small helpers: elements without innerHTML, so that no text is ever read as markup.
+// Small helpers. Text of other origin than the server's HTML is never read as markup.
 
 export const byId = (id) => document.getElementById(id);
 export const all = (selector, inside = document) => [...inside.querySelectorAll(selector)];
 
-const SVG = "http://www.w3.org/2000/svg";
-
-function make(node, properties, children) {
-  for (const [name, value] of Object.entries(properties)) {
-    if (value === undefined || value === null || value === false) continue;
-    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else if (name === "text") node.textContent = value;
-    else if (name === "value") node.value = value;
-    else node.setAttribute(name, value === true ? "" : value);
-  }
-  node.append(...children.filter((child) => child !== null && child !== undefined));
+export function el(tag, { text = "", ...properties }) {
+  const node = Object.assign(document.createElement(tag), properties);
+  node.textContent = text;
   return node;
 }
 
-export const el = (tag, properties = {}, ...children) =>
-  make(document.createElement(tag), properties, children);
-export const svg = (tag, properties = {}, ...children) =>
-  make(document.createElementNS(SVG, tag), properties, children);
-
-export const capital = (text) => `${text.charAt(0).toUpperCase()}${text.slice(1)}`;
-
 export const show = (node, visible) => node.classList.toggle("hidden", !visible);
-
-export function fill(node, ...children) {
-  node.replaceChildren(...children.filter((child) => child !== null && child !== undefined));
-}
 
 // Focuses a control, and unfolds the section that contains it.
 export function reach(control) {
@@ -36,8 +17,6 @@ export function reach(control) {
   control.focus();
   control.scrollIntoView({ block: "center" });
 }
-
-export const idOf = (path) => path.replace(/[^A-Za-z0-9]+/g, "-");
 
 const SECONDS = 8;
 let closeTimer = 0;
@@ -49,7 +28,7 @@ new ResizeObserver(([toast]) => document.documentElement.style.setProperty("--to
 export function status(text, kind = "", ...actions) {
   clearTimeout(closeTimer);
   byId("toast").dataset.kind = byId("status").dataset.kind = kind;
-  fill(byId("status"), text, ...actions);
+  byId("status").replaceChildren(text, ...actions);
   if (text && kind !== "error" && !actions.length) scheduleClose();
 }
 
@@ -57,20 +36,14 @@ function scheduleClose() {
   const toast = byId("toast");
   closeTimer = setTimeout(() => {
     if (toast.matches(":hover, :focus-within")) scheduleClose();
-    else fill(byId("status"));
+    else byId("status").replaceChildren();
   }, SECONDS * 1000);
 }
 
-export const action = (text, onclick) => el("button", { type: "button", class: "quiet", text, onclick });
+export const action = (text, onclick) => el("button", { type: "button", className: "quiet", text, onclick });
 
-export function download(name, text) {
-  const address = URL.createObjectURL(new Blob([text], { type: "text/plain" }));
-  const link = el("a", { href: address, download: name });
-  document.body.append(link);
-  link.click();
-  link.remove();
-  setTimeout(() => URL.revokeObjectURL(address), 1000);
-}
+export const download = (name, text) =>
+  el("a", { href: `data:text/plain;charset=utf-8,${encodeURIComponent(text)}`, download: name }).click();
 
 export function openDialog(dialog) {
   const opener = document.activeElement;

@@ -1,19 +1,67 @@
-// Synchronises controls and state. The page declares which values a choice writes.
+// Synchronises controls and state. The page declares which values a choice writes, and the server
+// renders the arguments of the chosen optimizer and schedule.
 
 import { all, byId, show } from "./dom.js";
 import { changed, parse, print, read, same, state, write } from "./state.js";
 
-const DEVICE = "zero_optimization.";
+const OTHER = "…";
+const TYPED = ["value", "param", "path", "name"];
 
 export function bind() {
-  for (const control of all("[data-kind][data-path]")) {
-    const typed = ["value", "path", "name"].includes(control.dataset.kind);
-    control.addEventListener(typed ? "input" : "change", () => take(control));
+  const listen = (type) => byId("form").addEventListener(type, ({ target }) => {
+    const { kind, chooser } = target.dataset;
+    if (chooser && type === "change") pick(target);
+    else if (kind && TYPED.includes(kind) === (type === "input")) take(target);
+  });
+  for (const type of ["input", "change"]) listen(type);
+  byId("form").addEventListener("click", ({ target }) => {
+    if (!target.dataset.remove) return;
+    write("config", target.dataset.remove, undefined);
+    changed(null);
+  });
+}
+
+// Lists in which another name was chosen, though the list may know it: what is shown then is the field.
+const typedNames = new Set();
+const parametersOf = (list, name) =>
+  JSON.parse([...list.options].find((option) => option.value === name)?.dataset.params ?? "[]");
+
+function pick(list) {
+  const what = list.dataset.chooser;
+  const name = list.value;
+  typedNames.delete(what);
+  if (name === OTHER) {
+    typedNames.add(what);
+    choosers();
+    return byId(`${what}-name`).focus();
+  }
+  // An argument of the former that the next one lacks goes with it; one that nobody knows stays.
+  const kept = parametersOf(list, name);
+  for (const parameter of name ? parametersOf(list, list.dataset.chosen) : []) {
+    if (!kept.includes(parameter)) write("config", `${what}.params.${parameter}`, undefined);
+  }
+  write("config", name ? `${what}.type` : what, name || undefined);
+  list.dataset.chosen = name;
+  changed(list);
+}
+
+// The lists after the server has rendered them.
+export function choosers() {
+  for (const list of all("[data-chooser]")) {
+    const what = list.dataset.chooser;
+    list.dataset.chosen = list.value;
+    if (typedNames.has(what)) list.value = OTHER;
+    show(byId(`${what}-other`), list.value === OTHER || "foreign" in list.selectedOptions[0].dataset);
   }
 }
 
-export function take(control) {
+function take(control) {
   const { kind, store, path } = control.dataset;
+  const [what] = path.split(".");
+  // DeepSpeed ignores arguments without a type, so the default type is written with them.
+  if (kind === "param" && control.value.trim() && read(store, `${what}.type`) === undefined) {
+    write(store, `${what}.type`, byId(`${what}-type`).dataset.default);
+  }
   const sets = kind === "choice" ? control.dataset.sets : control.selectedOptions?.[0]?.dataset.sets;
   if (sets) choose(JSON.parse(sets), store);
   else if (kind === "path") write(store, path, control.value.trim() || undefined);
@@ -56,51 +104,29 @@ export function refresh(except = null) {
   for (const control of all("[data-kind][data-path]")) {
     if (control === except && document.activeElement === control) continue;
     const { kind, store, path } = control.dataset;
+    const value = read(store, path);
     if (kind === "choice") control.checked = isChosen(control);
-    else if (kind === "flag" || kind === "select") set(control, read(store, path));
-    else control.value = text(kind, store, read(store, path));
+    else if (control.tagName === "SELECT") set(control, value, kind === "param" ? print(value) : JSON.stringify(value));
+    else control.value = (kind === "path" || store === "setup") && typeof value === "string" ? value : print(value);
   }
-  reveal();
 }
 
-const text = (kind, store, value) =>
-  (kind === "path" || store === "setup") && typeof value === "string" ? value : print(value);
-
-function set(control, value) {
+// If nothing is set, an option stands for it; a value that the list lacks becomes an option.
+function set(control, value, wanted) {
   control.querySelector("[data-foreign]")?.remove();
-  // If nothing is set, select the option that stands for it.
-  const empty = [...control.options].some((option) => option.value === '""') ? '""' : "";
-  const wanted = value === undefined ? empty : JSON.stringify(value);
-  if (![...control.options].some((option) => option.value === wanted)) {
-    const option = new Option(wanted === "" ? "not set" : wanted, wanted);
+  const values = [...control.options].map((option) => option.value);
+  const text = value === undefined ? (values.includes('""') ? '""' : "") : wanted;
+  if (!values.includes(text)) {
+    const option = new Option(text || "not set", text);
     option.dataset.foreign = "";
     control.add(option);
   }
-  control.value = wanted;
-}
-
-export const hasFrames = (family) => JSON.parse(byId("clip-families").content.textContent).includes(family);
-
-function reveal() {
-  const stage = read("config", `${DEVICE}stage`) ?? 0;
-  const sentences = JSON.parse(byId("stage-sentences").content.textContent);
-  byId("stage-sentence").textContent = sentences[stage]?.[1] ?? "zerotune chooses the stage when training starts.";
-  show(byId("stage-3-note"), stage !== 3 && stage !== "auto");
-  for (const folder of all(".nvme-folder")) {
-    const section = folder.dataset.device.replace(/\.device$/, "");
-    const used = read("config", `${section}.device`) === "nvme";
-    show(folder, used || read("config", `${section}.nvme_path`) !== undefined);
-  }
-  show(byId("setup-frames").closest(".field"), hasFrames(read("setup", "family")));
-  const adapted = read("setup", "lora") !== undefined && read("setup", "lora") !== "";
-  show(byId("setup-base-dtype").closest(".field"), adapted || Boolean(read("setup", "base_dtype")));
-  show(byId("machine-sizes"), read("setup", "this_machine") !== true);
-  show(byId("machine-facts"), read("setup", "this_machine") === true);
+  control.value = text;
 }
 
 // Shows in empty fields the values that will be used.
 export function placeholders(effective) {
-  for (const input of all("input[data-path][data-kind=value], input[data-param]")) {
+  for (const input of all("input[data-path][data-kind=value], input[data-kind=param]")) {
     const path = input.dataset.store === "setup" ? `setup.${input.dataset.path}` : input.dataset.path;
     const value = Object.hasOwn(effective, path) ? effective[path] : undefined;
     const nothing = input.dataset.default ?? "";

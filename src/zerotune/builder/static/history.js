@@ -13,7 +13,7 @@ export function bindHistory(restorer) {
   restore = restorer;
   entries = [{ text: JSON.stringify(state), notes: [] }];
   at = 0;
-  onChange((source) => record({ group: source?.matches("input[type=text]") ? source.id : null }));
+  onChange((source) => record({ label: labelOf(source), group: source?.matches("input[type=text]") ? source.id : null }));
   document.addEventListener("focusout", () => { group = null; });
   document.addEventListener("keydown", keys);
   byId("undo").addEventListener("click", undo);
@@ -37,16 +37,8 @@ export function record({ label, notes, group: key = null } = {}) {
   enable();
 }
 
-export function undo() {
-  if (at === 0) return;
-  const label = describe(at);
-  move(at - 1, `Undone: ${label}.`);
-}
-
-export function redo() {
-  if (at === entries.length - 1) return;
-  move(at + 1, `Redone: ${describe(at + 1)}.`);
-}
+const undo = () => at > 0 && move(at - 1, `Undone: ${entries[at].label}.`);
+const redo = () => at < entries.length - 1 && move(at + 1, `Redone: ${entries[at + 1].label}.`);
 
 function move(to, sentence) {
   at = to;
@@ -75,25 +67,9 @@ function keys(event) {
   action();
 }
 
-// Describes a change: its own label, or the label of the first setting that differs.
-function describe(index) {
-  if (entries[index].label) return entries[index].label;
-  const [before, after] = [entries[index - 1], entries[index]].map((entry) => leaves(JSON.parse(entry.text)));
-  const paths = new Set([...before.keys(), ...after.keys()]);
-  const [path] = [...paths].filter((each) => before.get(each) !== after.get(each));
-  const [store, ...rest] = path.split(".");
-  const control = document.querySelector(`[data-store="${store}"][data-path="${CSS.escape(rest.join("."))}"]`);
+function labelOf(control) {
   const label = control?.type === "radio"
     ? control.closest("fieldset")?.querySelector("legend")
     : control?.labels?.[0];
-  return label?.textContent ?? rest.join(".");
-}
-
-function leaves(value, path = "", found = new Map()) {
-  if (value !== null && typeof value === "object" && !Array.isArray(value)) {
-    for (const [name, item] of Object.entries(value)) leaves(item, path ? `${path}.${name}` : name, found);
-  } else {
-    found.set(path, JSON.stringify(value));
-  }
-  return found;
+  return label?.textContent ?? "the change";
 }

@@ -1,16 +1,14 @@
 // Wiring: one state, one preview per change, the newest wins.
 
 import { get, post } from "./api.js";
-import { action, ask, byId, capital, fill, el, status } from "./dom.js";
+import { action, ask, byId, status } from "./dom.js";
 import { bindDialogs } from "./dialogs.js";
 import * as draft from "./draft.js";
-import { bind, placeholders, refresh } from "./form.js";
+import { bind, choosers, placeholders, refresh } from "./form.js";
 import { bindHistory, record } from "./history.js";
-import { renderMemory, renderStrip } from "./memory.js";
-import { chipsOf, renderCounts, renderMessages, renderTitle } from "./messages.js";
-import { refreshChoosers, setCapabilities, setCatalogue } from "./params.js";
-import { bindResults, renderChanges, renderOutputs } from "./results.js";
-import { onChange, read, replace, state } from "./state.js";
+import { bindResults, renderActions } from "./results.js";
+import { changed, onChange, read, rename, replace, state, write } from "./state.js";
+import { controlOf, swap } from "./swap.js";
 
 const WAIT = 120;
 let timer = 0;
@@ -36,7 +34,7 @@ async function preview() {
   running = mine;
   draft.keep();
   try {
-    const data = await post("/preview", { state }, mine.signal);
+    const data = await post("/preview", { state, opened }, mine.signal);
     if (running !== mine) return;
     render(data);
     show("ready");
@@ -49,21 +47,25 @@ async function preview() {
 }
 
 function render(data) {
-  setCapabilities(data.optimizers);
-  const known = new Set(data.messages.map((message) => `${message.key} ${message.text}`));
-  const reading = opened.filter((message) => !known.has(`${message.key} ${message.text}`));
-  renderMessages([...data.messages, ...reading]);
-  renderTitle(data);
-  const chips = chipsOf(data);
-  renderCounts(chips);
-  renderOutputs(data);
-  renderMemory(data.memory);
-  renderStrip(chips, data.memory);
-  renderChanges(data);
+  swap(data.html);
+  choosers();
+  refresh(document.activeElement);
+  renderActions();
   placeholders(data.effective);
   const apply = byId("apply-button");
   if (apply) apply.disabled = data.verdict.kind === "stopped";
   byId("save-button").disabled = !data.valid;
+}
+
+// A button beside a message disappears with it, so the focus moves to its field.
+function mend({ target }) {
+  if (!target.dataset.repair) return;
+  const { edits, moves } = JSON.parse(target.dataset.repair);
+  if (moves) rename(edits[0].store, edits[0].path, edits[1].path);
+  else for (const { store, path, value } of edits) write(store, path, value);
+  record({ label: target.textContent, notes: opened });
+  (controlOf(target) ?? byId("summary-title")).focus({ preventScroll: true });
+  changed(null);
 }
 
 // Replaces the form. The new form counts as saved unless `further` is set; `file`: it is the content
@@ -81,7 +83,6 @@ function load(next, messages, sentence, { label, further = false, file = false }
 
 function redraw() {
   refresh();
-  refreshChoosers({ typed: false });
   schedule();
 }
 
@@ -91,24 +92,10 @@ function restore(earlier, notes) {
   redraw();
 }
 
-async function machine() {
-  const facts = byId("machine-facts");
-  try {
-    const found = await get("/machine");
-    const devices = found.devices.length ? found.devices.join("; ") : `no GPU (${found.accelerator})`;
-    facts.textContent = `${capital(devices)}; ${found.ram} of RAM. ${capital(found.deepspeed)}.`.replace("..", ".");
-  } catch (error) {
-    fill(facts, el("span", { text: error.message }));
-  }
-}
-
-const DEFAULTS = { family: "sdxl", world_size: 1, ema: "none", gradient_checkpointing: true,
-  base_dtype: "", card: "", this_machine: false, vram: "24", ram: "64", nvme: "0", total_steps: 10000 };
-
 function first(start, setup) {
   const { messages, state: content } = start;
   draft.plan.version = start.version;
-  load({ ...content, setup: { ...DEFAULTS, ...setup, ...content.setup } }, messages,
+  load({ ...content, setup: { ...start.setup, ...setup, ...content.setup } }, messages,
     messages.length ? messages[0].text : "", { label: "the content of the file", file: true });
 }
 
@@ -133,21 +120,20 @@ async function reset(defaults) {
 
 async function start() {
   try {
-    const [start, catalogue] = await Promise.all([get("/start"), get("/catalogue")]);
-    setCatalogue(catalogue);
+    const start = await get("/start");
     draft.begin(start);
     bind();
     bindResults(load);
     bindDialogs(load, schedule);
     const restoreDraft = resume(start);
     bindHistory(restore);
-    onChange(() => { refreshChoosers(); schedule(); });
+    onChange(schedule);
+    document.addEventListener("click", mend);
     onChange((source) => { if (!source) refresh(); });
     restoreDraft();
     byId("reset").addEventListener("click", () => reset(start.defaults));
     byId("status-close").addEventListener("click", () => status(""));
     document.body.dataset.loaded = "true";
-    machine();
   } catch (error) {
     status(error.message, "error");
   }

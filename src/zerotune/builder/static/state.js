@@ -44,22 +44,17 @@ function remove(here, [name, ...rest]) {
 // A key keeps its place among its neighbours under another name.
 export function rename(store, path, to) {
   const value = read(store, path);
-  const [section, name] = split(path);
-  const [target, wanted] = split(to);
-  const here = section ? read(store, section) : state[store];
-  if (section !== target || !isObject(here)) {
+  const [section, target] = [path, to].map((each) => each.split(".").slice(0, -1).join("."));
+  if (section === target) state[store] = renamed(state[store], path.split("."), to.split(".").at(-1));
+  else {
     write(store, path, undefined);
-    return write(store, to, value);
+    write(store, to, value);
   }
-  const entries = Object.entries(here).map(([key, item]) => [key === name ? wanted : key, item]);
-  for (const key of Object.keys(here)) delete here[key];
-  for (const [key, item] of entries) here[key] = item;
 }
 
-function split(path) {
-  const at = path.lastIndexOf(".");
-  return at < 0 ? ["", path] : [path.slice(0, at), path.slice(at + 1)];
-}
+const renamed = (here, [name, ...rest], to) => rest.length
+  ? { ...here, [name]: renamed(here[name], rest, to) }
+  : Object.fromEntries(Object.entries(here).map(([key, item]) => [key === name ? to : key, item]));
 
 export function replace(next) {
   for (const store of ["config", "launch", "setup"]) {

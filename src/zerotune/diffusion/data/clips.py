@@ -120,7 +120,7 @@ class ClipFolder:
             self._errors = (need("av", package="av", extra="video").error.FFmpegError,)
         chosen, decisions = (captions, ()) if captions else caption_files(place)
         words = chosen.read(place, found)
-        index = SizeIndex("clips", str(place.resolve()), check, count=3)
+        index = SizeIndex("clips", str(place.resolve()), check)
         clips: dict[str, Clip] = {}
 
         def read(name: str) -> tuple[int, int, int]:

@@ -7,8 +7,8 @@ import hashlib
 import itertools
 import json
 import logging
-import math
 import os
+import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeVar, runtim
 
 import attrs
 
-from zerotune._util.files import write_atomically
-from zerotune._util.ownership import has_locks, try_lock
-from zerotune._util.text import json_of, whole
+from zerotune._util.text import whole
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.buckets import Size
 from zerotune.diffusion.data.images import (
@@ -45,13 +43,17 @@ Numbers = tuple[int, ...]
 Stamp = list[list[int]]
 """Modification time in nanoseconds and size in bytes, for each file of an image or clip."""
 
-_INDEX_VERSION: Final = 1
+_INDEX_VERSION: Final = 2
+_INDEX_TABLE: Final = (
+    "CREATE TABLE IF NOT EXISTS sizes (name TEXT PRIMARY KEY, stamp TEXT, width INT, height INT, "
+    "frames INT)"
+)
 _BETWEEN_WRITES_S: Final = 60.0
 _logger: Final = logging.getLogger("zerotune")
 
 
 class SizeIndex:
-    """A cache file for image sizes; an entry is valid as long as its image file is unchanged.
+    """A database of image sizes; an entry is valid as long as its image file is unchanged.
 
     On each machine, one process reads the missing sizes while the others wait, so each image is
     decoded only once. If the cache folder is not writable, every process reads all sizes.
@@ -59,17 +61,17 @@ class SizeIndex:
     Args:
         parts: Other values that determine the sizes, such as the folder. Nothing is cached if
             ``parts`` is empty.
-        count: Number of integers per entry: 2 for images, 3 for clips.
     """
 
-    def __init__(self, *parts: object, count: int = 2) -> None:
-        self._path = _index_place(parts) if parts else None
-        self._count = count
-        self._stored: dict[str, Any] = {}
-        self._stamps: Mapping[str, Stamp | None] = {}
-        self._new = self._reused = 0
+    def __init__(self, *parts: object) -> None:
+        self._path = _index_place((_INDEX_VERSION, *parts)) if parts else None
+        self._database: sqlite3.Connection | None = None
+        self._stamps: Mapping[str, str | None] = {}
+        self._stored: dict[str, tuple[str, Numbers]] = {}
+        self._new: list[tuple[Any, ...]] = []
+        self._reused = 0
         self._written = time.monotonic()
-        self._refusal: OSError | None = None
+        self._refusal: Exception | None = None
 
     @contextmanager
     def open(self, stamps: Mapping[str, Stamp | None]) -> Iterator[SizeIndex]:
@@ -79,16 +81,18 @@ class SizeIndex:
             stamps: Result of ``stamp_of`` for each image or clip name; ``None`` if its file must be
                 read every time.
         """
-        self._stamps, self._stored = stamps, self._read()
-        if self._path is None or all(self._known(name) for name in stamps):
+        self._stamps = {
+            name: None if stamp is None else json.dumps(stamp) for name, stamp in stamps.items()
+        }
+        try:
+            if self._path is not None:
+                self._begin(self._path)
+        except (OSError, sqlite3.Error) as error:
+            self._refusal = error
+        try:
             yield self
-            return
-        with self._alone(self._path):
-            self._stored = self._read()
-            try:
-                yield self
-            finally:
-                self._write(self._path)
+        finally:
+            self._save(last=True)
 
     def get(self, name: str, read: Callable[[], Numbers]) -> Numbers:
         """Return the size of an image or clip from the cache, or from ``read``, and cache it.
@@ -97,16 +101,14 @@ class SizeIndex:
             name: Name among ``stamps``.
             read: Function that reads the size from the file.
         """
-        known = self._known(name)
-        if known is not None:
+        if self._known(name):
             self._reused += 1
-            return known
+            return self._stored[name][1]
         numbers, stamp = read(), self._stamps.get(name)
         if stamp is not None:
-            self._stored[name] = [stamp, list(numbers)]
-            self._new += 1
-            if self._path is not None and time.monotonic() - self._written > _BETWEEN_WRITES_S:
-                self._write(self._path)
+            self._new.append((name, stamp, *numbers, *[None] * (3 - len(numbers))))
+            if time.monotonic() - self._written > _BETWEEN_WRITES_S:
+                self._save()
         return numbers
 
     @property
@@ -124,67 +126,70 @@ class SizeIndex:
                 )
             )
         if self._refusal is not None:
+            why = getattr(self._refusal, "strerror", None) or self._refusal
             found.append(
                 Decision(
                     "data.sizes",
                     "cached for the next start",
                     "read by every rank at each start",
-                    f"{self._path} cannot be written ({self._refusal.strerror}); set "
+                    f"{self._path} cannot be written ({why}); set "
                     "XDG_CACHE_HOME to a writable folder",
                 )
             )
         return tuple(found)
 
-    def _known(self, name: str) -> Numbers | None:
-        entry = self._stored.get(name)
-        if not isinstance(entry, list) or len(entry) != 2 or entry[0] != self._stamps[name]:
-            return None
-        numbers = entry[1]
-        if not isinstance(numbers, list) or len(numbers) != self._count:
-            return None
-        return tuple(numbers) if all(type(n) is int and n > 0 for n in numbers) else None
+    def _known(self, name: str) -> bool:
+        return name in self._stored and self._stored[name][0] == self._stamps[name]
 
-    def _read(self) -> dict[str, Any]:
+    def _begin(self, path: Path) -> None:
+        """Load the sizes; if some are missing, hold the index, so that others wait."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._database = sqlite3.connect(path, timeout=60, isolation_level=None)
         try:
-            found = json_of(self._path.read_bytes()) if self._path is not None else {}
-        except (OSError, ValueError):
-            return {}
-        known = isinstance(found, dict) and found.get("version") == _INDEX_VERSION
-        sizes = found.get("sizes") if known else None
-        return sizes if isinstance(sizes, dict) else {}
-
-    def _write(self, path: Path) -> None:
-        self._written = time.monotonic()
-        if not self._new:
+            self._database.execute(_INDEX_TABLE)
+            self._load(self._database)
+        except sqlite3.OperationalError:
+            raise
+        except sqlite3.DatabaseError:  # Damaged.
+            self._database.close()
+            path.unlink()
+            self._begin(path)
             return
-        # Omits files that no longer exist.
-        sizes = {name: self._stored[name] for name in self._stamps if name in self._stored}
-        content = json.dumps({"version": _INDEX_VERSION, "sizes": sizes}, separators=(",", ":"))
-        try:
-            write_atomically(path, content.encode())
-        except OSError as error:
-            self._refusal = error
-        else:
-            self._new = 0
+        if not all(map(self._known, self._stamps)):
+            try:
+                self._database.execute("PRAGMA busy_timeout = 0")
+                self._database.execute("BEGIN IMMEDIATE")
+            except sqlite3.OperationalError:
+                _logger.info("waiting for another process to read the image or clip sizes")
+                self._database.execute(f"PRAGMA busy_timeout = {2**31 - 1}")
+                self._database.execute("BEGIN IMMEDIATE")
+            self._load(self._database)
 
-    @contextmanager
-    def _alone(self, path: Path) -> Iterator[None]:
-        """Hold the index's lock if the platform and the folder support locks."""
-        descriptor = None
+    def _load(self, database: sqlite3.Connection) -> None:
+        self._stored = {
+            name: (stamp, tuple(number for number in numbers if number is not None))
+            for name, stamp, *numbers in database.execute("SELECT * FROM sizes")
+        }
+
+    def _save(self, *, last: bool = False) -> None:
+        """Store the new entries, without those of files that no longer exist, and go on."""
+        if self._database is None:
+            return
+        gone, new, self._new = self._stored.keys() - self._stamps.keys(), self._new, []
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if has_locks():
-                descriptor = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
-                if not try_lock(descriptor, exclusive=True):
-                    _logger.info("waiting for another process to read the image or clip sizes")
-                    try_lock(descriptor, exclusive=True, patience=math.inf)
-        except OSError as error:
+            if self._database.in_transaction:
+                self._database.executemany(
+                    "DELETE FROM sizes WHERE name = ?", [(name,) for name in gone]
+                )
+                self._database.executemany("REPLACE INTO sizes VALUES (?, ?, ?, ?, ?)", new)
+                self._database.execute("COMMIT")
+                if not last:
+                    self._database.execute("BEGIN IMMEDIATE")
+        except sqlite3.Error as error:
             self._refusal = error
-        try:
-            yield
-        finally:
-            if descriptor is not None:
-                os.close(descriptor)
+        self._written = time.monotonic()
+        if last:
+            self._database.close()
 
 
 def stamp_of(files: Iterable[str | Path]) -> Stamp | None:
@@ -200,7 +205,7 @@ def _index_place(parts: Iterable[object]) -> Path | None:
     written = map(repr, parts)
     digest = hashlib.sha256("\0".join(written).encode(errors="surrogateescape")).hexdigest()
     try:
-        return user_cache() / "sizes" / f"{digest[:32]}.json"
+        return user_cache() / "sizes" / f"{digest[:32]}.sqlite"
     except RuntimeError:  # No home directory.
         return None
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-import attrs
-
 from zerotune._util.table import Block, Line, Page, Table, brief_of, page_of, plain_value
 from zerotune._util.text import counted, format_size
 from zerotune.decisions import Decision, worst_first
@@ -110,15 +108,6 @@ def running_page(resolved: Resolved, decisions: Iterable[Decision]) -> Page:
             Line(f"explain() lists all {len(shown)} decisions", indent=2, style="faint"),
         ),
     )
-
-
-def resolved_markdown(resolved: Resolved) -> str:
-    """Return ``resolved_page`` and the findings of the rules as Markdown."""
-    findings = check_plan(resolved.requested, resolved.context)
-    page = resolved_page(resolved)
-    # A resolved plan has no errors, and its warnings are among the decisions.
-    notes = _finding_lines(one for one in findings if one.severity == "note")
-    return attrs.evolve(page, blocks=(*page.blocks, *notes)).markdown()
 
 
 def _settings_table(settings: list[Setting]) -> Table:
