@@ -347,3 +347,33 @@ def test_texts_of_the_page_contain_no_markup(client):
     text = client.get("/").text
     assert "``" not in text
     assert not re.search(r":[a-z]+:`", text)
+
+
+def test_the_page_can_be_read_without_scripts(client_of, root):
+    config = {
+        **PLAN,
+        "gradient_clipping": -1,
+        "optimizer": {"type": "Lion", "params": {"lr": 3e-5}},
+    }
+    (root / "plan.json").write_text(json.dumps(config))
+    text = client_of(plan_file=root / "plan.json").get("/").text
+    assert "Cannot run." in text
+    assert re.search(r'id="config-gradient-clipping" type="text" value="-1"', text)
+    assert re.search(r'id="config-gradient-clipping-messages"><div class="message"', text)
+    assert re.search(r'<option value="Lion"[^>]* selected', text)
+    assert 'value="3e-05"' in text
+    (root / "plan.json").write_text(json.dumps(PLAN))
+    assert "Runs and fits." in client_of(plan_file=root / "plan.json").get("/").text
+
+
+def test_no_text_of_a_configuration_is_read_as_markup(client, client_of, root):
+    mark = '"><img src=x onerror=alert(1)>'
+    params = {"lr": 1e-4, mark: mark}
+    config = {**PLAN, mark: mark, "optimizer": {"type": mark, "params": params}}
+    opened = [{"severity": "note", "key": mark, "text": mark, "fix": mark, "change": mark}]
+    (root / "plan.json").write_text(json.dumps(config))
+    sent = {"state": state(config), "opened": opened}
+    html = client.post("/api/preview", json=sent).json()["html"]
+    for text in (html, client_of(plan_file=root / "plan.json").get("/").text):
+        assert "img src=x" in text
+        assert "<img src=x" not in text

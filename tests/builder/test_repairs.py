@@ -609,5 +609,5 @@ def test_a_renamed_setting_keeps_its_value(any_machine):
     before, _, found = offered(form, None, any_machine)
     rename = next(one for _, each in found for one in each if one.label == "Rename to overlap_comm")
     for edit in rename.edits:
-        edit.apply(before)
+        before = edit.applied(before)
     assert before.config["zero_optimization"] == {"stage": 2, "overlap_comm": True}
