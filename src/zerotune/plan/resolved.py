@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import attrs
 
 from zerotune._util.table import Readable
-from zerotune.decisions import Decision, Log
+from zerotune.decisions import Decision, Log, Severity
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
 from zerotune.plan.context import (
     Context,
@@ -242,11 +242,15 @@ class Resolved(Readable):
         require_startable(self.optimizer, scheduler)
         return attrs.evolve(self, scheduler=scheduler, decisions=log.decisions)
 
+    def decided(self, decision: Decision, **changes: Any) -> Self:
+        """Return this plan with changed attributes, and the decision that explains them."""
+        return attrs.evolve(self, **changes, decisions=(*self.decisions, decision))
+
     def without_streaming(self, reason: str) -> Self:
         """Return this plan without streaming; a decision records ``reason``."""
         asked = self.streamed if self.streamed is None else True
         decision = Decision("streamed", asked, False, reason, "warning" if asked else "note")
-        return attrs.evolve(self, streamed=False, decisions=(*self.decisions, decision))
+        return self.decided(decision, streamed=False)
 
     def with_engine(self, engine: EngineName | None, reason: str) -> Self:
         """Return this plan with the engine set; a decision records ``reason``.
@@ -256,18 +260,13 @@ class Resolved(Readable):
             reason: Why.
         """
         refused = self.engine == "host" and engine != "host"
-        decision = Decision(
-            "engine",
-            self.engine if refused else None,
-            engine or "plain",
-            reason,
-            "warning" if refused else "note",
-        )
-        chosen = attrs.evolve(self, engine=engine, decisions=(*self.decisions, decision))
+        severity: Severity = "warning" if refused else "note"
+        before = self.engine if refused else None
+        decision = Decision("engine", before, engine or "plain", reason, severity)
+        chosen = self.decided(decision, engine=engine)
         if engine != "host" or self.streamed or chosen.why_streamed is None:
             return chosen
-        streams = Decision("streamed", None, True, chosen.why_streamed)
-        return attrs.evolve(chosen, decisions=(*chosen.decisions, streams))
+        return chosen.decided(Decision("streamed", None, True, chosen.why_streamed))
 
     def with_nvme_path(
         self,

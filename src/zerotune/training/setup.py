@@ -159,7 +159,7 @@ def _in_training_mode(model: torch.nn.Module, plan: ResolvedPlan) -> ResolvedPla
     reason = "from_pretrained and eval() turn dropout off; call eval() after prepare to keep that"
     switched = Decision("model", "eval mode", "training mode", reason)
     announce([switched])
-    return attrs.evolve(plan, decisions=(*plan.decisions, switched))
+    return plan.decided(switched)
 
 
 def settled(
@@ -325,8 +325,4 @@ def _on_the_device(plan: ResolvedPlan, obstacle: str) -> ResolvedPlan:
         "warning",
     )
     announce((decision,))
-    return attrs.evolve(
-        plan,
-        plan=attrs.evolve(plan.plan, zero_optimization=None),
-        decisions=(*plan.decisions, decision),
-    )
+    return plan.decided(decision, plan=attrs.evolve(plan.plan, zero_optimization=None))

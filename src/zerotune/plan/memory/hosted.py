@@ -111,11 +111,8 @@ def with_gradients_kept(estimate: Estimate, usable: int) -> Resolved:
         f"as many as fit in the {format_size(usable)} of host memory per rank; more than "
         f"{useful} buffers have no benefit for {len(units)} units",
     )
-    return attrs.evolve(
-        resolved,
-        streamed=attrs.evolve(resolved.streaming, gradient_buffers=kept),
-        decisions=(*resolved.decisions, decision),
-    )
+    streaming = attrs.evolve(resolved.streaming, gradient_buffers=kept)
+    return resolved.decided(decision, streamed=streaming)
 
 
 def hosted(case: Costing) -> Iterator[MemoryItem]:
@@ -190,11 +187,7 @@ def with_units_kept(estimate: Estimate, usable: int) -> Resolved:
         f"other components need {format_size(others)} of the {format_size(usable)} of "
         f"usable device memory; all units together need {format_size(total)}",
     )
-    return attrs.evolve(
-        resolved,
-        streamed=attrs.evolve(resolved.streaming, memory=memory),
-        decisions=(*resolved.decisions, decision),
-    )
+    return resolved.decided(decision, streamed=attrs.evolve(resolved.streaming, memory=memory))
 
 
 def _gradients_at_a_time(case: Costing, blocks: list[float]) -> tuple[list[float], str]:

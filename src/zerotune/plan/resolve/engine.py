@@ -119,11 +119,7 @@ def with_engine(resolved: Resolved) -> Resolved:
         False,
         f"master weights can be split only with bf16 weights, not with {resolved.precision}",
     )
-    return attrs.evolve(
-        resolved,
-        streamed=attrs.evolve(asked, split_masters=False),
-        decisions=(*resolved.decisions, decision),
-    )
+    return resolved.decided(decision, streamed=attrs.evolve(asked, split_masters=False))
 
 
 def _with_update(resolved: Resolved) -> Resolved:
@@ -136,7 +132,7 @@ def _with_update(resolved: Resolved) -> Resolved:
         obstacle = f"the plan trains in {resolved.precision}, and not in bf16"
     if obstacle is not None:
         decision = Decision("update", "device", "host", obstacle, "warning")
-        return attrs.evolve(resolved, update=None, decisions=(*resolved.decisions, decision))
+        return resolved.decided(decision, update=None)
     decision = Decision(
         "update",
         "host",
@@ -144,7 +140,7 @@ def _with_update(resolved: Resolved) -> Resolved:
         f"requested, with {hosted.masters} master weights; the optimizer's own code updates "
         "one weight at a time, and its states stay in host memory",
     )
-    return attrs.evolve(hosted, decisions=(*hosted.decisions, decision))
+    return hosted.decided(decision)
 
 
 def _for_plain_engine(plan: Settings, platform: Platform, *, asked: bool, log: Log) -> Settings:
