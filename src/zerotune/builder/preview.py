@@ -201,9 +201,9 @@ class Preview:
                 ),
                 **_memory_bars(estimate, self.fit),
             }
-        if self.resolved is not None and self.resolved.model is None:
-            return {"reason": "Choose a model family to estimate the memory."}
-        return {"reason": "The memory can be estimated once the plan can run."}
+        known = self.resolved is None or self.resolved.model is not None
+        wanted = "The memory can be estimated once the plan can run."
+        return {"reason": wanted if known else "Choose a model family to estimate the memory."}
 
     def _time(self) -> dict[str, str] | None:
         """Return the predicted time of a step, and the rates behind it."""
@@ -438,18 +438,10 @@ def capabilities(
     """List every optimizer in the catalogue, with the reason for each one that cannot run."""
     resolver = OptimizerResolver(platform=platform)
     here = Situation(packages=installed_packages())
+    names = ("runs", "status", "reason", "alternative", "implementation")
     found = []
     for name, entry in OPTIMIZERS.items():
         answer = resolver.capability(name, stage=stage, offload=offload, precision=precision)
-        found.append(
-            {
-                "name": name,
-                "runs": answer.runs,
-                "status": answer.status,
-                "reason": answer.reason,
-                "alternative": answer.alternative,
-                "implementation": answer.implementation,
-                "missing": missing_package(entry, here),
-            }
-        )
+        about = {each: getattr(answer, each) for each in names}
+        found.append({"name": name, **about, "missing": missing_package(entry, here)})
     return found

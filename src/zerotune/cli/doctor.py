@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 from typing import Any, Final
 
@@ -164,25 +164,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--build",
         nargs="*",
         metavar="OP",
-        help="compile the named DeepSpeed ops (default: all); ops that are compiled already or "
-        "cannot be compiled are skipped",
+        help="compile the named DeepSpeed ops that can be compiled and are not yet; default: all",
     )
     parser.add_argument(
         "--rates",
         action="store_true",
-        help="measure for a few seconds how fast this machine computes and moves bytes, and "
-        "save the rates for predictions",
+        help="measure how fast this machine computes and moves bytes, for predictions",
     )
     parser.add_argument(
         "--prove",
         action="store_true",
-        help="compare the fast paths with DeepSpeed's own step on a small model (a few seconds) "
-        "and save the result; by default, a device uses fast paths only after this proof",
+        help="compare the fast paths with DeepSpeed's own step; a device uses them only after that",
     )
-    parser.add_argument(
-        "--allow-rocm", action="store_true", help="allow DeepSpeed on ROCm (untested)"
-    )
-    parser.add_argument("--allow-mps", action="store_true", help="allow DeepSpeed on Apple GPUs")
+    for name, where in (("rocm", "ROCm (untested)"), ("mps", "Apple GPUs")):
+        parser.add_argument(
+            f"--allow-{name}", action="store_true", help=f"allow DeepSpeed on {where}"
+        )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -209,10 +206,8 @@ def run(arguments: argparse.Namespace) -> int:
             rates_file = store_rates(platform, measure_rates())
     rates = known_rates(platform)
     if arguments.json:
-        by_name = {
-            name: {"per_second": getattr(rates, name), "source": rates.source(name)}
-            for name in RATE_NAMES
-        }
+        told = {name: (getattr(rates, name), rates.source(name)) for name in RATE_NAMES}
+        by_name = {name: {"per_second": rate, "source": of} for name, (rate, of) in told.items()}
         more = {"rates": {"origin": rates.origin, **by_name}, "proof": _proof_data(platform)}
         print_json(checkup.to_dict() | more)
     else:
@@ -274,10 +269,9 @@ def _proof_rows(platform: Platform) -> Iterator[tuple[str, str]]:
 
 def _rate_rows(rates: Rates) -> Iterator[tuple[str, str]]:
     yield "origin", rates.origin
+    units = {"products": ("GFLOP/s", 1e9), "operators": ("thousand/s", 1e3)}
     for name in RATE_NAMES:
-        unit, size = ("GFLOP/s" if name.startswith("products") else "GB/s"), 1e9
-        if name == "operators":
-            unit, size = "thousand/s", 1e3
+        unit, size = units.get(name.partition("_")[0], ("GB/s", 1e9))
         label = "  in fp32" if name.endswith("_fp32") else name.replace("_", " ")
         yield label, f"{getattr(rates, name) / size:,.1f} {unit}, {rates.source(name)}"
 
@@ -287,15 +281,16 @@ def _table(rows: Iterable[tuple[str, str]], *, label: int = _LABEL_CHARACTERS) -
 
 
 def _ops_table(ops: Iterable[OpStatus]) -> Table:
-    rows: list[tuple[str, str, str]] = []
-    for op in ops:
-        rows.append((op.name, op.state, op.purpose))
-        for detail in (op.cause, None if op.fix is None else f"fix: {op.fix}"):
-            if detail is not None:
-                rows.append(("", "", detail))
-    return Table(
-        rows=tuple(rows),
-        widths=(_LABEL_CHARACTERS, 10),
-        gap=1,
-        style=lambda row: _STATE_STYLES.get(row[1], ""),
-    )
+    rows = [
+        row
+        for op in ops
+        for row in (
+            (op.name, op.state, op.purpose),
+            *[("", "", detail) for detail in (op.cause, op.fix and f"fix: {op.fix}") if detail],
+        )
+    ]
+    return Table(rows=tuple(rows), widths=(_LABEL_CHARACTERS, 10), gap=1, style=_style_of)
+
+
+def _style_of(row: Sequence[str]) -> str:
+    return _STATE_STYLES.get(row[1], "")
