@@ -471,3 +471,49 @@ def test_a_forked_worker_cannot_use_streamed_weights():
             )
         train(reference, 0)
         assert train(engine, 1) == train(reference, 1)
+
+
+@pytest.mark.parametrize("kind", ["host", "streamed", "z1", "z2 cpu"])
+def test_a_single_weight_written_in_place_is_found_before_the_next_step(kind):
+    with start(kind) as engine:
+        train(engine, 0)
+        # Each step compares another sample of the weights.
+        for name in ("scale", "norm.weight", "norm.bias"):
+            weight = engine.module.get_parameter(name)
+            before = weight.detach().clone()
+            with torch.no_grad():
+                weight.clamp_(0.1, 0.2)
+            engine.backward(loss_of(engine, 1))
+            with pytest.raises(EngineError, match=f"{name} = .*other code replaced or changed"):
+                engine.step()
+            with torch.no_grad():
+                weight.copy_(before)
+            engine.step()
+
+
+def test_stage_3_refuses_a_write_to_a_frozen_weight_that_is_empty():
+    with start("z3") as engine:
+        train(engine, 0)
+        torch.nn.init.constant_(engine.module.later.weight, 0.5)
+        engine.backward(loss_of(engine, 1))
+        with pytest.raises(EngineError, match=r"later\.weight.*written in place"):
+            engine.step()
+
+
+def test_a_write_between_a_backward_pass_that_updates_and_its_step_is_refused():
+    plan = DeepSpeedPlan.build(
+        stage=2, offload="cpu", micro_batch_size=2, precision="fp32", gradient_clipping=0.0,
+        gradient_accumulation_steps=2, optimizer={"type": "AdamW", "params": {"lr": 1e-3}},
+    )  # fmt: skip
+    streaming = Streaming(units=UNITS, window=2)
+    with build(Net(), plan, deepspeed=True, streamed=streaming) as engine:
+        for number in range(3):
+            train(engine, number)
+            # Between steps, writes are taken over.
+            torch.nn.init.normal_(engine.module.mix.weight, std=0.05)
+        engine.backward(loss_of(engine, 3))
+        torch.nn.init.normal_(engine.module.mix.weight, std=0.05)
+        with pytest.raises(EngineError, match=r"between engine\.backward.*and engine\.step"):
+            engine.step()
+        with pytest.raises(StepOrderError, match="resume from the last checkpoint"):
+            engine.discard()

@@ -623,6 +623,11 @@ class MasterLayout(ABC):
         """
         return False
 
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """The model's weights that are copies of the master weights, between steps."""
+        return {}
+
     def in_model(self, address: FragmentAddress) -> torch.Tensor | None:  # noqa: ARG002
         """Return a fragment's weights from the model, 1-D, in the model's compute dtype.
 
@@ -680,6 +685,8 @@ class MasterWeights:
 
     def __init__(self, *, layout: MasterLayout, group: ProcessGroup, device: torch.device) -> None:
         self._layout = layout
+        self._versions: dict[str, int] = {}
+        self._written_in_place()
         self._group = group
         self._device = device
         self.emas: WeakSet[EMA] = WeakSet()
@@ -749,6 +756,8 @@ class MasterWeights:
     def check_model(self, sample: int) -> None:
         """Compare a sample of the model's weights with the master weights. Not collective.
 
+        Weights that were written in place since the last call are compared whole.
+
         A difference means that code outside the engine has replaced or changed the model's weights.
         The optimizer does not notice such a change.
 
@@ -764,11 +773,14 @@ class MasterWeights:
         chance = random.Random(sample)  # noqa: S311 - a sample, and no secret
         addresses = self._layout.addresses
         pairs: list[tuple[FragmentAddress, torch.Tensor, torch.Tensor]] = []
-        for address in chance.sample(addresses, min(_COMPARED_PARAMETERS, len(addresses))):
+        written = self._written_in_place()
+        chosen = [address for address in addresses if address.name in written]
+        for address in chosen + chance.sample(addresses, min(_COMPARED_PARAMETERS, len(addresses))):
             weights = self._layout.in_model(address)
             if weights is not None:
                 start = chance.randrange(max(1, address.numel - _COMPARED_ELEMENTS))
                 part = slice(start, min(start + _COMPARED_ELEMENTS, address.numel))
+                part = slice(0, address.numel) if address.name in written else part
                 master = self._layout.masters_of(address, part)
                 pairs.append((address, weights[part], master.to(weights.dtype)))
         if not pairs:
@@ -783,6 +795,13 @@ class MasterWeights:
                     address.name,
                     f"{float(there[worst]):g}, master weight {float(here[worst]):g}",
                 )
+
+    def _written_in_place(self) -> set[str]:
+        """Names of weights that torch has counted a write to since the last call."""
+        with torch._C.DisableTorchFunctionSubclass():
+            now = {name: each._version for name, each in self._layout.weights.items()}
+        before, self._versions = self._versions, now
+        return {name for name, version in now.items() if before.get(name, version) != version}
 
     # torch applies this only while the generator runs, not to the caller's loop.
     @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -68,6 +68,11 @@ class PartitionedLayout(ResidentLayout):
             addresses=tuple(addresses),
             order=tuple((name, tuple(parameter.shape)) for name, parameter in named),
         )
+
+    @property
+    @override
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return self._model
 
     @override
     def in_model(self, address: FragmentAddress) -> torch.Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -135,6 +135,11 @@ class HalfPrecisionLayout(ResidentLayout):
             addresses=tuple(addresses),
             order=tuple((address.name, address.shape) for address in addresses),
         )
+
+    @property
+    @override
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return self._model
 
     @override
     def in_model(self, address: FragmentAddress) -> torch.Tensor | None:

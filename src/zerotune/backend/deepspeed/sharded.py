@@ -115,16 +115,21 @@ class ShardedLayout(MasterLayout):
                         )
                     )
         super().__init__(addresses=tuple(addresses), order=tuple(order))
-        self._trained = {name: self._model[name] for name, _ in order}
+        # Writes to frozen weights that stay whole are right.
+        self._unwritten = {
+            name: each
+            for name, each in self._model.items()
+            if each.requires_grad or not getattr(each, "ds_persist", False)
+        }
         self._versions = self._current_versions()
 
     def _current_versions(self) -> list[int]:
-        return [parameter._version for parameter in self._trained.values()]
+        return [parameter._version for parameter in self._unwritten.values()]
 
     @override
     def written(self) -> str | None:
         # Between uses, a parameter is empty, so writing it in place changes nothing.
-        pairs = zip(self._trained, self._current_versions(), self._versions, strict=True)
+        pairs = zip(self._unwritten, self._current_versions(), self._versions, strict=True)
         return next((name for name, now, before in pairs if now != before), None)
 
     @override

@@ -449,6 +449,11 @@ class HostEngine(CountingEngine):
         scaled.backward()
         # Not autograd's callback, which also runs at the end of a reentrant checkpoint's pass.
         self._steps.end_backward()
+        self._updated = self._writes_by_torch()
+
+    def _writes_by_torch(self) -> list[int]:
+        """Counts of writes to weights in host memory, in which updates do not count."""
+        return [unit.host._version for unit in self._units if unit.slabs]
 
     @override
     def _after_failure(self) -> Stage:
@@ -462,6 +467,16 @@ class HostEngine(CountingEngine):
             return StepOutcome(applied=False, boundary=False)
         if not self._steps.is_eager:
             self._check_before_step(self._global_step)
+        elif self._updated != self._writes_by_torch():
+            self._step_state.fail(Stage.SPOILED)
+            raise EngineError(
+                "other code wrote weights between engine.backward, which had updated them, and "
+                "engine.step, so the update would be lost",
+                "write weights after engine.step, or enable gradient_clipping; now resume from "
+                "the last checkpoint",
+                "engine.step",
+                "gradient_clipping=0",
+            )
         scale = self._scale
         norm = self._steps.norm()
         self._global_step += 1
@@ -822,6 +837,11 @@ class HostLayout(MasterLayout):
         self._places: dict[str, tuple[Unit, Member]] = {
             member.name: (unit, member) for unit in units for member in unit.members
         }
+        self._copies = {
+            member.name: member.parameter if unit.resident else unit.host
+            for unit in units
+            for member in unit.members
+        }
         self._versions = self._current_versions()
         super().__init__(
             addresses=addresses,
@@ -898,6 +918,11 @@ class HostLayout(MasterLayout):
     @override
     def update_emas(self, updates: Sequence[EMAUpdate]) -> bool:
         return self._steps.update_emas(updates)
+
+    @property
+    @override
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return self._copies
 
     @override
     def in_model(self, address: FragmentAddress) -> torch.Tensor | None:
