@@ -239,6 +239,20 @@ ORIENTATIONS = {
 }
 
 
+@pytest.mark.parametrize("kept", ["exif", "xmp"])
+def test_a_photograph_is_turned_upright_wherever_its_orientation_is_kept(kept, tmp_path, photos):
+    stored = photos[0].resize((40, 28))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><tiff:Orientation>6</tiff:Orientation></x:xmpmeta>'
+    (tmp_path / "data").mkdir()
+    stored.save(tmp_path / "data" / "a.jpg", **{"exif": exif} if kept == "exif" else {"xmp": xmp})
+    stored.save(tmp_path / "data" / "b.jpg")
+    folder = ImageFolder(tmp_path / "data")
+    assert [folder.item(n).size for n in range(2)] == [(28, 40), (40, 28)]
+    assert [folder.image(n).size for n in range(2)] == [(28, 40), (40, 28)]
+
+
 @pytest.mark.parametrize("orientation", ORIENTATIONS)
 @pytest.mark.parametrize("check", ["whole", "header"])
 def test_photographs_are_turned_upright(orientation, check, tmp_path, photos):
@@ -283,7 +297,7 @@ def test_missing_packages_are_named_with_their_extra(monkeypatch, tmp_path, phot
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingDependencyError, match=r"datasets: .*zerotune\[data\]"):
         HuggingFaceImages([])
-    monkeypatch.setitem(sys.modules, "PIL.ImageOps", None)
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(MissingDependencyError, match="pillow: "):
         ImageFolder(tmp_path)
 

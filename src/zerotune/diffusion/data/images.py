@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 import attrs
 
-from zerotune._util.files import check_regular, reading_regular, system_errors, write_atomically
+from zerotune._util.files import reading_regular, system_errors, write_atomically
 from zerotune.diffusion.data.buckets import Size
 from zerotune.errors import DataError, InvalidValueError, MissingDependencyError
 
@@ -25,6 +25,8 @@ SUFFIXES = frozenset((".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", 
 """File extensions of images, matched case-insensitively."""
 _SWAPPED = frozenset((5, 6, 7, 8))
 _ORIENTATION = 0x0112  # EXIF tag
+_WITH_ORIENTATION = frozenset(("exif", "xmp", "XML:com.adobe.xmp", "Raw profile type exif"))
+"""Keys of ``Image.info`` from which Pillow reads an orientation."""
 _SCALED = frozenset(("JPEG", "MPO"))
 
 
@@ -61,7 +63,7 @@ def image_size(file: Path | bytes, check: Check) -> Size:
     """
     with _open(file) as image:
         width, height = image.size
-        orientation = image.getexif().get(_ORIENTATION, 1)
+        orientation = _orientation(image)
         if check == "header":
             return (height, width) if orientation in _SWAPPED else (width, height)
         if image.format in _SCALED and orientation == 1:
@@ -105,8 +107,9 @@ def decode(file: Path | bytes) -> Image:
     """
     with _open(file) as image:
         image.load()
-        upright = pillow("ImageOps").exif_transpose(image)
-        return _eight_bits(upright)
+        if _orientation(image) == 1:  # exif_transpose would copy the image.
+            return _eight_bits(image)
+        return _eight_bits(pillow("ImageOps").exif_transpose(image))
 
 
 def why(error: Exception) -> str:
@@ -157,10 +160,18 @@ def bytes_of(file: Path | bytes) -> bytes:
         return opened.read()
 
 
-def _open(file: Path | bytes) -> Any:
-    if isinstance(file, Path):
-        check_regular(file)
-    return pillow("Image").open(io.BytesIO(file) if isinstance(file, bytes) else file)
+@contextmanager
+def _open(file: Path | bytes) -> Iterator[Any]:
+    source = io.BytesIO(file) if isinstance(file, bytes) else reading_regular(file)
+    with source as opened, pillow("Image").open(opened) as image:
+        yield image
+
+
+def _orientation(image: Any) -> int:
+    if image.format == "JPEG" and _WITH_ORIENTATION.isdisjoint(image.info):
+        return 1  # Pillow would parse nothing, which costs as much as an eighth of a small image.
+    orientation: int = image.getexif().get(_ORIENTATION, 1)
+    return orientation
 
 
 def _eight_bits(image: Image) -> Image:
@@ -179,4 +190,5 @@ def _eight_bits(image: Image) -> Image:
         return gray.convert("RGB")
     if image.mode == "F":
         raise ValueError("pixels are floating-point, so the value of white is unknown")
-    return image.convert("RGBA" if image.has_transparency_data else "RGB")
+    mode = "RGBA" if image.has_transparency_data else "RGB"
+    return image if image.mode == mode else image.convert(mode)  # Pillow copies even without need.
