@@ -262,6 +262,7 @@ KILLED = textwrap.dedent("""
     import torch
     from zerotune.diffusion.data import *
     from zerotune.diffusion.data.cache import *
+    from zerotune.diffusion.data.caching import *
     folder, root, when = sys.argv[1], sys.argv[2], int(sys.argv[3])
     torch.set_num_threads(1)
     dataset = PreparedImages(ImageFolder(folder), buckets=AspectBuckets(area=32 * 32, step=8))
