@@ -77,12 +77,12 @@ class LeanSlabs:
 
     def _stepped(self, name: str, split: bool) -> Callable[[], None]:
         from zerotune.backend.optimizers.client import CLASSES
-        from zerotune.backend.step.adams import SplitMasters, stepper_of
+        from zerotune.backend.step.adams import SplitMasters, WholeMasters, stepper_of
         from zerotune.backend.step.kernel import Piece
 
         weights = torch.randn(self._count)
         high = weights.bfloat16()
-        masters, key = None, torch.nn.Parameter(weights)
+        masters, key = WholeMasters(weights), torch.nn.Parameter(weights)
         if split:
             low = torch.zeros(self._count, dtype=torch.int16)
             masters, key = SplitMasters(high=high, low=low), torch.nn.Parameter(low, False)
@@ -91,10 +91,9 @@ class LeanSlabs:
         stepper = stepper_of(adam)(op=self._op, adam=adam)
 
         def step() -> None:
-            stepper.rewind()
             begun = stepper.begin(
                 key, gradient=self._gradient, group=adam.param_groups[0], factor=0.999,
-                out=None if split else high, masters=masters,
+                out=None if split else high, masters=masters, places=[(0, 0)],
             )  # fmt: skip
             begun.run([Piece(0, self._count)])
 
@@ -105,7 +104,7 @@ class Slab:
     """96 million weights with a bf16 gradient, once for the chain and once for the pass."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        from zerotune.backend.step.adams import HostAdam
+        from zerotune.backend.step.adams import HostAdam, WholeMasters
         from zerotune.backend.step.kernel import EMAPart, Piece, load_host_step
         from zerotune.backend.upstream import require_deepspeed
 
@@ -114,6 +113,7 @@ class Slab:
         self._count = count = settings["parameters"]
         self._chain, self._pass = (_cpu_adam(count) for _ in range(2))
         self._host = HostAdam(op=load_host_step(), adam=self._pass)
+        self._masters = WholeMasters(_only(self._pass).data)
         self._ema_part, self._piece = EMAPart, Piece
         self._gradient = torch.randn(count).bfloat16()
         self._out = torch.empty(count, dtype=torch.bfloat16)
@@ -151,7 +151,7 @@ class Slab:
     def _step_at_once(self, averages: int) -> None:
         step = self._host.begin(
             _only(self._pass), gradient=self._gradient, group=self._pass.param_groups[0],
-            factor=float(self._factor), out=self._out,
+            factor=float(self._factor), out=self._out, masters=self._masters, places=[(0, 0)],
         )  # fmt: skip
         shadows = self._shadows[:averages]
         emas = [self._ema_part(tensor=s, weight=1 - DECAY) for s in shadows]

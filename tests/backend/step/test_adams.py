@@ -31,7 +31,7 @@ def deviations() -> list[str]:
 
 def stepped(decoupled: bool, decay: float, dtype: torch.dtype, size: int) -> list[Any]:
     """Return name, the pass's result and the reference's, after several steps of both."""
-    from zerotune.backend.step.adams import HostAdam
+    from zerotune.backend.step.adams import HostAdam, WholeMasters
     from zerotune.backend.step.kernel import EMAPart, Piece, load_host_step
 
     op = load_host_step()
@@ -49,8 +49,9 @@ def stepped(decoupled: bool, decay: float, dtype: torch.dtype, size: int) -> lis
         # alone.
         weights = (0.001, 0.7 / step, 0.2)
         begun = host.begin(
-            slab, gradient=gradient, group=mine.param_groups[0], factor=factor, out=out
-        )
+            slab, gradient=gradient, group=mine.param_groups[0], factor=factor, out=out,
+            masters=WholeMasters(slab.data), places=[(0, 0)],
+        )  # fmt: skip
         cut = size // 2 // 16 * 16
         for part in (slice(cut, size), slice(0, cut)):
             averages = [
@@ -85,7 +86,7 @@ def cpu_adam(weights: torch.Tensor, decoupled: bool, decay: float) -> Any:
 
 def powers(first: int) -> list[float]:
     """Return a weight after each step from ``first`` on, as if the run had resumed there."""
-    from zerotune.backend.step.adams import HostAdam
+    from zerotune.backend.step.adams import HostAdam, WholeMasters
     from zerotune.backend.step.kernel import Piece, load_host_step
 
     adam = cpu_adam(torch.ones(16), True, 0.0)
@@ -102,8 +103,9 @@ def powers(first: int) -> list[float]:
         slab.data.fill_(step)
         gradient = torch.full((16,), 0.1 * step)
         begun = host.begin(
-            slab, gradient=gradient, group=adam.param_groups[0], factor=1.0, out=None
-        )
+            slab, gradient=gradient, group=adam.param_groups[0], factor=1.0, out=None,
+            masters=WholeMasters(slab.data), places=[(0, 0)],
+        )  # fmt: skip
         begun.run([Piece(0, 16)])
         found.append(float(slab.data[0]))
     return found
@@ -156,7 +158,7 @@ def test_a_sum_is_finite_if_and_only_if_all_elements_are():
 def bf16_stepped(sizes: tuple[int, ...], dtype: torch.dtype, decay: float) -> list[str]:
     """List what differs between AdamWBF16States and the pass, done in parts and in any order."""
     from zerotune.backend.optimizers.classes import AdamWBF16States
-    from zerotune.backend.step.adams import HostBF16Adam, torch_rounds_alike
+    from zerotune.backend.step.adams import HostBF16Adam, WholeMasters, torch_rounds_alike
     from zerotune.backend.step.kernel import EMAPart, Piece, load_host_step
 
     op = load_host_step()
@@ -177,11 +179,15 @@ def bf16_stepped(sizes: tuple[int, ...], dtype: torch.dtype, decay: float) -> li
     for step in range(1, STEPS + 1):
         gradients = [(torch.randn(size, generator=generator) * step).to(dtype) for size in sizes]
         factor = float(torch.tensor(0.3 + 0.1 * step))
-        host.rewind()
         begun = [
-            host.begin(slab, gradient=gradient, group=group, factor=factor, out=cast)
-            for (slab, _), gradient, cast in zip(pairs, gradients, out, strict=True)
-        ]
+            host.begin(
+                slab, gradient=gradient, group=group, factor=factor, out=cast,
+                masters=WholeMasters(slab.data), places=[(0, place)],
+            )
+            for (slab, _), gradient, cast, place in zip(
+                pairs, gradients, out, itertools.accumulate(sizes[:-1], initial=0), strict=True
+            )
+        ]  # fmt: skip
         for each, (shadow, _), size in zip(
             reversed(begun), reversed(shadows), reversed(sizes), strict=True
         ):
@@ -230,7 +236,7 @@ def test_rounding_noise_depends_on_the_place_in_the_group_not_on_how_a_slab_is_c
         noise_bits,
         noise_key,
     )
-    from zerotune.backend.step.adams import HostBF16Adam
+    from zerotune.backend.step.adams import HostBF16Adam, WholeMasters
     from zerotune.backend.step.kernel import Piece, load_host_step
 
     # The slab has two fragments, the second of which crosses the end of the period.
@@ -239,7 +245,10 @@ def test_rounding_noise_depends_on_the_place_in_the_group_not_on_how_a_slab_is_c
     adam = AdamWBF16States([weight], betas=(0.5, 0.5))
     host, group = HostBF16Adam(op=load_host_step(), adam=adam), adam.param_groups[0]
     gradient = torch.full((128,), 2 * (1.0 + 2**-9))
-    step = host.begin(weight, gradient=gradient, group=group, factor=1.0, out=None, places=places)
+    step = host.begin(
+        weight, gradient=gradient, group=group, factor=1.0, out=None,
+        masters=WholeMasters(weight.data), places=places,
+    )  # fmt: skip
     for part in (slice(32, 128), slice(0, 32)):
         step.run([Piece(part.start, part.stop)])
     at = torch.cat([torch.arange(5, 53), torch.arange(NOISE_PERIOD - 9, NOISE_PERIOD + 71)])
@@ -255,7 +264,7 @@ def test_rounding_noise_depends_on_the_place_in_the_group_not_on_how_a_slab_is_c
 @ranks(1)
 def test_a_stopped_group_is_cast_and_updates_emas_but_is_not_stepped(cut):
     from zerotune.backend.optimizers.client import STOPPED
-    from zerotune.backend.step.adams import HostAdam
+    from zerotune.backend.step.adams import HostAdam, WholeMasters
     from zerotune.backend.step.kernel import EMAPart, Piece, load_host_step
 
     adam = cpu_adam(torch.randn(100), True, 0.01)
@@ -265,7 +274,10 @@ def test_a_stopped_group_is_cast_and_updates_emas_but_is_not_stepped(cut):
     found = []
     for stopped in (False, True):
         group[STOPPED] = stopped
-        step = host.begin(slab, gradient=torch.randn(100), group=group, factor=1.0, out=out.zero_())
+        step = host.begin(
+            slab, gradient=torch.randn(100), group=group, factor=1.0, out=out.zero_(),
+            masters=WholeMasters(slab.data), places=[(0, 0)],
+        )  # fmt: skip
         for part in (slice(0, cut), slice(cut, 100)):
             average = EMAPart(tensor=shadow[part], weight=0.5)
             step.run([Piece(part.start, part.stop, [average])])

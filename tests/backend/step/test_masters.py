@@ -53,7 +53,7 @@ def test_the_pass_over_split_weights_equals_the_pass_over_whole_ones(bf16_states
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     from zerotune.backend.optimizers.classes import AdamWBF16States
-    from zerotune.backend.step.adams import stepper_of
+    from zerotune.backend.step.adams import WholeMasters, stepper_of
     from zerotune.backend.step.kernel import EMAPart, Piece, load_host_step
 
     kind = AdamWBF16States if bf16_states else DeepSpeedCPUAdam
@@ -71,10 +71,10 @@ def test_the_pass_over_split_weights_equals_the_pass_over_whole_ones(bf16_states
         gradient = torch.randn(numel, generator=random_).bfloat16()
         for adam, stepper, key in zip(adams, steppers, keys, strict=True):
             is_split = key is not whole
-            stepper.rewind()
             step = stepper.begin(
                 key, gradient=gradient, group=adam.param_groups[0], factor=0.5,
-                out=None if is_split else out, masters=masters if is_split else None,
+                out=None if is_split else out, places=[(0, 0)],
+                masters=masters if is_split else WholeMasters(whole.data),
             )  # fmt: skip
             for part in (slice(16_000, numel), slice(0, 16_000)):
                 averages = [EMAPart(tensor=shadow[part], weight=0.1)] if is_split else []
@@ -109,8 +109,9 @@ def test_an_average_in_the_pass_reads_a_tie_as_one_that_comes_later_does(kind):
     adam = classes[kind]([key], lr=2.0**-23, weight_decay=0.0)
     stepper = stepper_of(adam)(op=load_host_step(), adam=adam)
     step = stepper.begin(
-        key, gradient=gradient, group=adam.param_groups[0], factor=1.0, out=None, masters=masters
-    )
+        key, gradient=gradient, group=adam.param_groups[0], factor=1.0, out=None, masters=masters,
+        places=[(0, 0)],
+    )  # fmt: skip
     shadow = torch.zeros_like(above)
     step.run([Piece(0, above.numel(), [EMAPart(tensor=shadow, weight=1.0)])])
     assert torch.equal(masters.read(), above), "0x3F818000 is a tie that is rounded up"

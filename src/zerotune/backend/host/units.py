@@ -124,14 +124,17 @@ class UnitPart:
     singles: tuple[slice, ...]
     """Slab elements that ZeRO-2's Adam updates with scalar instead of vector code."""
 
-    @property
-    def key(self) -> str:
-        """Key of this part, as in ``FragmentAddress.key``."""
+    key: str = attrs.field(init=False)
+    """Key of this part, as in ``FragmentAddress.key``."""
+    place: slice = attrs.field(init=False)
+    """Range of this part's elements in the slab."""
+
+    @key.default
+    def _key(self) -> str:
         return f"{self.member.name}[{self.span.start}:{self.span.stop}]"
 
-    @property
-    def place(self) -> slice:
-        """Range of this part's elements in the slab."""
+    @place.default
+    def _place(self) -> slice:
         return slice(self.offset, self.offset + self.span.stop - self.span.start)
 
     def runs(self) -> Iterator[tuple[slice, bool]]:
@@ -236,6 +239,8 @@ class Unit:
         if trained:
             slabs = self._slab_of_each if by_parameter else self._slabs
             self.slabs = tuple(slabs(order, memory, masters))
+        self.owned = tuple(slab for slab in self.slabs if slab.parts)
+        """Slabs with weights that this rank updates; others have no states."""
         self._storage = self.flat.untyped_storage()
         if not self.in_place:
             self._storage.resize_(0)

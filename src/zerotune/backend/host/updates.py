@@ -78,15 +78,6 @@ def average(slab: UnitSlab, part: UnitPart, updates: Sequence[EMAUpdate]) -> Non
             ema.tensor.lerp_(weight, ema.weight)
 
 
-def owned(unit: Unit) -> Iterator[UnitSlab]:
-    """Yield the slabs with weights that this rank updates; others have no states.
-
-    Args:
-        unit: The unit.
-    """
-    return (slab for slab in unit.slabs if slab.parts)
-
-
 # -- On the host.
 
 
@@ -119,11 +110,11 @@ class AdamOnHost(Update):
                 masters=slab.masters,
                 places=self._places(slab),
             )
-            for slab in owned(unit)
+            for slab in unit.owned
         ]
 
         def run(emas: Sequence[EMAUpdate], still: Collection[UnitPart]) -> None:
-            for slab, step in zip(owned(unit), steps, strict=True):
+            for slab, step in zip(unit.owned, steps, strict=True):
                 _run(slab, step, emas, still)
 
         return run
@@ -136,7 +127,7 @@ class AdamOnHost(Update):
 
     @override
     def take_back(self, unit: Unit) -> None:
-        for slab in owned(unit):
+        for slab in unit.owned:
             self._adam.state[slab.key]["step"] -= 1
 
     @override
@@ -259,7 +250,7 @@ class OptimizerOnDevice(Update):
         still: Collection[UnitPart],
     ) -> None:
         streams = cycle(self._streams)
-        for slab in owned(unit):
+        for slab in unit.owned:
             group = groups[slab.group]
             if slab.parts[0] in still or group.get(STOPPED):
                 continue
@@ -272,7 +263,7 @@ class OptimizerOnDevice(Update):
                     move_into(unit.host.data[slab.span], weight.to(unit.host.dtype))
         for stream in self._streams:
             stream.synchronize()
-        for slab in owned(unit):
+        for slab in unit.owned:
             average(slab, slab.parts[0], emas)
 
     def _on(self, stream: Any) -> AbstractContextManager[Any]:

@@ -25,7 +25,6 @@ from typing_extensions import override
 from zerotune.backend.optimizers.classes import (
     AdamW8BitStates,
     AdamWBF16States,
-    Noise,
     codebook,
     noise_bits,
     noise_key,
@@ -369,7 +368,7 @@ class _Begun:
     group: Mapping[str, Any]
     index: int
     """Index of the group."""
-    places: Places | None
+    places: Places
     """See ``Stepper.begin``."""
     state: Mapping[str, Any]
     """The optimizer's state of the slab."""
@@ -400,9 +399,6 @@ class Stepper(ABC):
         self._op = op
         self._adam = adam
 
-    def rewind(self) -> None:  # noqa: B027 - most steps do not depend on what came before
-        """Prepare for the first slab of a step."""
-
     def replay(self, steps: int) -> None:  # noqa: B027 - most count in each tensor's own state
         """Restore internal counters after a resume.
 
@@ -418,8 +414,8 @@ class Stepper(ABC):
         group: Mapping[str, Any],
         factor: float,
         out: torch.Tensor | None,
-        masters: Masters | None = None,
-        places: Places | None = None,
+        masters: Masters,
+        places: Places,
     ) -> SlabStep:
         """Count a step of a slab and record its hyperparameters, without updating anything yet.
 
@@ -429,14 +425,12 @@ class Stepper(ABC):
             group: The slab's parameter group.
             factor: Multiplier for the gradient.
             out: See ``SlabStep.out``.
-            masters: The fp32 weights; default: the slab itself.
-            places: Positions of the slab's elements in the group; default: directly after the
-                group's previous slab.
+            masters: The fp32 weights.
+            places: Positions of the slab's elements in the group.
         """
         state = self._adam.state[slab]
         self._create_states(state, slab)
         out = None if out is None else out.data.view(-1)
-        masters = masters or WholeMasters(slab.data.view(-1))
         index = next(i for i, each in enumerate(self._adam.param_groups) if each is group)
         if group.get(STOPPED):
             return no_step(masters, out, self._count(state))
@@ -493,24 +487,13 @@ class HostBF16Adam(Stepper):
 
     _state_dtype = torch.bfloat16
 
-    def __init__(self, *, op: HostStepOp, adam: Any) -> None:
-        super().__init__(op=op, adam=adam)
-        self._noise = Noise()
-
-    @override
-    def rewind(self) -> None:
-        self._noise.rewind()
-
     @override
     def _update(self, begun: _Begun) -> tuple[Vectors, Tail]:
         numbers, key = _torch_numbers(begun), noise_key(begun.taken, begun.index)
-        places = begun.places or [
-            (0, self._noise.place(begun.index, begun.flat["gradient"].numel()))
-        ]
 
         def runs(part: slice) -> Iterator[tuple[slice, int]]:
             """Yield runs of consecutive positions in a part, each run with its first position."""
-            for (start, place), (stop, _) in pairwise([*places, (part.stop, 0)]):
+            for (start, place), (stop, _) in pairwise([*begun.places, (part.stop, 0)]):
                 if part.start < stop and start < part.stop:
                     first = max(start, part.start)
                     yield slice(first, min(stop, part.stop)), place + first - start
