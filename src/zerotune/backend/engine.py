@@ -7,12 +7,13 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import attrs
 
 from zerotune._util.closing import Closing
-from zerotune._util.modules import every_parameter
+from zerotune._util.modules import ModelParts
 from zerotune._util.proc import return_freed_memory
 from zerotune.backend.step_state import Stage, StepState, fault_of, surely, uninterrupted
 from zerotune.errors import EngineError, StepOrderError, ZeroTuneError
@@ -82,12 +83,19 @@ class Engine(Closing):
     _decisions: tuple[Decision, ...] = ()
     _trained: frozenset[int] = frozenset()
     """Ids of the parameters that the optimizer updates."""
+    _checked: Sequence[torch.nn.Parameter] = ()
+    _others: Sequence[torch.nn.Parameter] = ()
+    """All parameters of the model, and those that the optimizer does not update."""
     _guards_outputs: ClassVar[bool] = False
     """Whether other backward passes must not even reach the model's outputs."""
 
     def __init__(self) -> None:
         super().__init__()
         self._step_state = StepState()
+
+    @cached_property
+    def _parts(self) -> ModelParts:
+        return ModelParts(self._module)
 
     @property
     def plan(self) -> ResolvedPlan:
@@ -375,8 +383,12 @@ class Engine(Closing):
 
     def _check_before_forward(self) -> None:
         """Check that the optimizer updates every parameter that requires a gradient."""
-        for parameter in every_parameter(self._module):
-            if parameter.requires_grad and id(parameter) not in self._trained:
+        self._parts.refresh()
+        if self._checked is not self._parts.parameters:
+            self._checked = self._parts.parameters
+            self._others = [each for each in self._checked if id(each) not in self._trained]
+        for parameter in self._others:
+            if parameter.requires_grad:
                 names = {id(each): name for name, each in self._module.named_parameters()}
                 raise EngineError(
                     "this parameter requires a gradient, but was frozen or absent when the engine "

@@ -332,11 +332,11 @@ class StepState:
             raise _elsewhere()
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
-        import torch
-
         if self._is_passing:
             self.came.add(id(parameter))
         else:
+            import torch
+
             with torch._C.DisableTorchFunctionSubclass():
                 parameter.grad = None
             error = _foreign()

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from zerotune._util.modules import every_parameter
 from zerotune.backend.checks import (
     Checks,
     RunningGroup,
@@ -289,8 +288,9 @@ class ZeROEngine(Engine):
     @override
     def _check_before_step(self, step: int) -> None:
         trained, moved = self._trained, set[str]()
+        self._parts.refresh()
         if self._plan.stage and any(
-            not each.requires_grad and id(each) in trained for each in every_parameter(self._module)
+            not each.requires_grad and id(each) in trained for each in self._parts.parameters
         ):
             named = self._module.named_parameters()
             moved = {name for name, p in named if not p.requires_grad and id(p) in trained}

@@ -275,7 +275,7 @@ class HostEngine(CountingEngine):
         ]
         trained = [unit for unit in self._units if unit.slabs]
         stays = self._plan.is_resident
-        foreign = ForeignUses(self._module, compiling=self._found_compiling) if stays else None
+        foreign = ForeignUses(self._parts, compiling=self._found_compiling) if stays else None
         self._steps = self._make_steps(
             units=trained,
             order=self._order,

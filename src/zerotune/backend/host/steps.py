@@ -26,10 +26,10 @@ from zerotune.backend.host.gradients import Gradients, Place
 from zerotune.backend.host.lanes import Copy, Lane
 from zerotune.backend.host.passes import Passes, UnitPass
 from zerotune.backend.host.residency import Residency
-from zerotune.backend.host.units import FlatOrder, Unit, UnitPart
+from zerotune.backend.host.units import FlatOrder, Member, Unit, UnitPart
 from zerotune.backend.host.updates import Update
 from zerotune.backend.master_weights import EMAUpdate
-from zerotune.backend.step.awaited import hold, release
+from zerotune.backend.step.awaited import Held, hold, release
 from zerotune.backend.step.kernel import HostStepOp
 from zerotune.backend.step.uses import CALL_COMPILED, COMPILED, VIEWED, ForeignUses
 from zerotune.backend.step_state import Stage
@@ -105,7 +105,9 @@ class StreamedSteps:
     ) -> None:
         self._units, self.update, self._op, self._gradients = units, update, op, gradients
         self._lane, self.passes, self._clipping = lane, passes, clipping
-        self._in_backward, self._foreign, self._factor = in_backward, foreign, factor
+        self._foreign, self._factor = foreign, factor
+        self.is_eager = clipping <= 0 and in_backward
+        """Whether updates begin during the backward pass."""
         self._windows = {unit: Window() for unit in units}
         places = {m.name: (u, i) for u in units for i, m in enumerate(u.members)}
         self._unit_of = {name: unit for name, (unit, _) in places.items()}
@@ -121,6 +123,7 @@ class StreamedSteps:
         }
         self._leaving: deque[Copy] = deque()
         self._held: list[Unit] = []
+        self._holds: dict[Member, Held] = {}
         self._used: dict[Unit, None] = {}
         self._is_compiled = False
         self.at_once: dict[str, None] = {}
@@ -136,11 +139,6 @@ class StreamedSteps:
             for unit in units
             for index, member in enumerate(unit.members)
         ]
-
-    @property
-    def is_eager(self) -> bool:
-        """Whether updates begin during the backward pass."""
-        return self._clipping <= 0 and self._in_backward
 
     # -- Gradients.
 
@@ -189,10 +187,12 @@ class StreamedSteps:
             self._keep(unit, came, window)
             return
         for index, gradient in came.items():
+            is_first = index not in window.on_host
+            if is_first and self._lane.is_on_host:
+                continue  # Copied where its square is taken.
             target, source = self._gradient(unit, index, window), gradient.reshape(-1)
-            if index not in window.on_host:
-                if not self._lane.is_on_host:
-                    target.copy_(source, non_blocking=target.is_pinned())
+            if is_first:
+                target.copy_(source, non_blocking=target.is_pinned())
             elif source.device == target.device:
                 target.add_(source)
             else:
@@ -221,7 +221,7 @@ class StreamedSteps:
         if self._lane.is_on_host:
             # Copied here, where each is read anyway.
             fresh = came.keys() - window.on_host
-            sources = {i: came[i].reshape(-1).contiguous() for i in came if i in fresh}
+            sources = {i: came[i].contiguous() for i in came if i in fresh}
         window.squares.update(self._squares(unit, came, window, sources))
         window.on_host.update(came)
 
@@ -234,18 +234,15 @@ class StreamedSteps:
     ) -> dict[tuple[int, int], float]:
         """Sums of gradients' squares in host memory, by the owning rank under ZeRO-2.
 
-        Gradients in ``sources`` are copied to host memory.
+        Gradients in ``sources`` are copied to host memory, which only a single rank does here.
         """
-        taken = {}
+        taken, place = {}, cast(Place, window.place)
         for index in came:
             slab, part = self._parts[unit][index]
-            own, gradient = cast(Place, window.place).slabs[slab], sources.get(index)
+            own, gradient = place.slabs[slab], sources.get(index)
             for rank, fragment in part.fragments:
-                inside = slice(fragment.start - part.offset, fragment.stop - part.offset)
                 target = own[fragment]
-                taken[index, rank] = (
-                    (target, None) if gradient is None else (gradient[inside], target)
-                )
+                taken[index, rank] = (target, None) if gradient is None else (gradient, target)
         if not taken:
             return {}
         tensors, into = zip(*taken.values(), strict=True)
@@ -404,6 +401,8 @@ class StreamedSteps:
 
     def know_views(self) -> None:
         """Record that all existing views of the weights belong to the engine."""
+        # Weights that are held have fewer views than those that are not.
+        self.wait_for_all()
         self._views = self._count_views()
 
     def _count_views(self) -> dict[Unit, int]:
@@ -501,7 +500,10 @@ class StreamedSteps:
             if unit not in self._held:
                 self._held.append(unit)
                 for member in unit.members:
-                    hold(member.parameter, name=member.name, step=self)
+                    before = self._holds.get(member)
+                    self._holds[member] = hold(
+                        member.parameter, name=member.name, step=self, before=before
+                    )
             self.residency.upload(unit)
 
     def wait_for(self, tensor: Any) -> None:
@@ -540,7 +542,7 @@ class StreamedSteps:
         for unit in self._held:
             for member in unit.members:
                 release(member.parameter)
-        self._held = []
+        self._held, self._holds = [], {}
         self._leaving.clear()
 
 

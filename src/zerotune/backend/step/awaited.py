@@ -37,6 +37,35 @@ class Held:
     content: torch.Tensor
     edge: Any
     """Gradient edge; created before the tensor is emptied, because it records the shape."""
+    empty: torch.Tensor
+
+    @classmethod
+    def of(cls, tensor: Any, *, name: str, step: Steps) -> Held:
+        """Describe a tensor that is not held."""
+        edge = get_gradient_edge(tensor) if tensor.requires_grad else None
+        content = tensor.data
+        return cls(
+            step=step,
+            name=name,
+            kind=type(tensor),
+            content=content,
+            edge=edge,
+            empty=content.new_empty(0),
+        )
+
+    def describes(self, tensor: Any) -> bool:
+        """Return whether nobody has replaced a tensor's memory since it was described.
+
+        Args:
+            tensor: The tensor.
+        """
+        content = self.content
+        return (
+            tensor.data_ptr() == content.data_ptr()
+            and tensor.shape == content.shape
+            and tensor.requires_grad == (self.edge is not None)
+            and type(tensor) is self.kind
+        )
 
 
 class Awaited:
@@ -71,24 +100,21 @@ class Awaited:
         return cast(Any, self).__reduce_ex__(protocol)
 
 
-def hold(tensor: Any, *, name: str, step: Steps) -> None:
+def hold(tensor: Any, *, name: str, step: Steps, before: Held | None = None) -> Held:
     """Empty a tensor, and make every use of the tensor wait until it is released.
 
     Args:
         tensor: The tensor; ``release`` restores its memory.
         name: Name of the parameter that the tensor belongs to.
         step: The step that updates the tensor.
+        before: Result of the last call for the tensor, which saves time.
     """
-    kind: Any = type(tensor)
-    tensor._awaited = Held(
-        step=step,
-        name=name,
-        kind=kind,
-        content=tensor.data,
-        edge=get_gradient_edge(tensor) if tensor.requires_grad else None,
-    )
-    tensor.data = tensor.data.new_empty(0)
-    tensor.__class__ = awaited(kind)
+    if before is None or not before.describes(tensor):
+        before = Held.of(tensor, name=name, step=step)
+    tensor._awaited = before
+    tensor.data = before.empty
+    tensor.__class__ = awaited(before.kind)
+    return before
 
 
 def release(tensor: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from zerotune._util.modules import every_module
+from zerotune._util.modules import ModelParts
 from zerotune.backend.step.awaited import wait_for
 
 CALL_COMPILED: Final = (
@@ -35,12 +35,12 @@ class ForeignUses:
     """Let compiled code and foreign kernels wait for the weights of a model.
 
     Args:
-        module: The model.
+        parts: The parts of the model.
         compiling: Function that is called when a compilation begins that may use the weights.
     """
 
-    def __init__(self, module: torch.nn.Module, *, compiling: Callable[[], None]) -> None:
-        self._module, self._compiling = module, compiling
+    def __init__(self, parts: ModelParts, *, compiling: Callable[[], None]) -> None:
+        self._parts, self._compiling = parts, compiling
         self._hooks: list[Any] = []
         self._watch: CompilerWatch | None = None
         self._compiled: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -53,7 +53,8 @@ class ForeignUses:
         Args:
             written: Ids of the parameters that steps update.
         """
-        for module in self._module.modules():
+        self._parts.refresh()
+        for module in self._parts.modules:
             if type(module).__module__.startswith("torch."):
                 continue
             if any(id(each) in written for each in module.parameters(recurse=False)):
@@ -65,7 +66,8 @@ class ForeignUses:
         # already.
         if self._watch is None and "torch._dynamo" in sys.modules:
             self._watch = CompilerWatch(self._compiling)
-        for module in every_module(self._module):
+        self._parts.refresh()
+        for module in self._parts.modules:
             attributes = vars(module)
             if (
                 attributes.get("_compiled_call_impl") is not None
@@ -73,7 +75,9 @@ class ForeignUses:
             ):
                 # The call itself is compiled, and its guards read the weights before any hook runs.
                 return False
-            if hasattr(attributes.get("forward"), "_torchdynamo_orig_callable"):
+            if "forward" in attributes and hasattr(
+                attributes["forward"], "_torchdynamo_orig_callable"
+            ):
                 if module not in self._compiled:
                     self._hooks += [
                         module.register_forward_pre_hook(_enter_compiled, prepend=True),
