@@ -126,6 +126,15 @@ class PartitionedWrapper(OptimizerWrapper):
         return bool(self.raw.cpu_offload and self.raw.partition_gradients)
 
     @override
+    def begin_window(self, without: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+        # DeepSpeed would add later gradients of the window to those of an earlier one.
+        raw = self.raw
+        if raw.cpu_offload and without:
+            raw._wait_for_offload_copies()
+            kept = raw.accumulated_grads_in_cpu
+            clear(kept.get(raw.get_param_id(parameter)) for _, parameter in without)
+
+    @override
     def drop_gradients(self) -> None:
         raw = self.raw
         # Copies of offloaded gradients may still be running.
