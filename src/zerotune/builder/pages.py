@@ -16,7 +16,6 @@ from zerotune.builder.templates import BUILTIN
 from zerotune.errors import UNSET
 from zerotune.plan.families import family_names, model_family
 from zerotune.plan.optimizer.catalogue import OPTIMIZERS
-from zerotune.plan.optimizer.entries import Entry
 from zerotune.plan.optimizer.names import BY_WORD
 from zerotune.plan.optimizer.schedules import SCHEDULERS
 from zerotune.plan.section import value_at
@@ -31,7 +30,7 @@ _ALIASES: Final = {
 
 
 _SCHEDULES: Final = {squash(name): name for name in SCHEDULERS}
-_LISTS: Final[tuple[tuple[str, str, str, Mapping[str, Entry], Mapping[str, str]], ...]] = (
+_LISTS: Final[tuple[tuple[str, str, str, Mapping[str, Any], Mapping[str, str]], ...]] = (
     ("optimizer", "Optimizer", "AdamW", OPTIMIZERS, BY_WORD),
     ("scheduler", "Schedule", "WarmupLR", SCHEDULERS, _SCHEDULES),
 )
@@ -39,7 +38,7 @@ _LISTS: Final[tuple[tuple[str, str, str, Mapping[str, Entry], Mapping[str, str]]
 
 
 def _chooser(
-    what: str, title: str, default: str, entries: Mapping[str, Entry], words: Mapping[str, str],
+    what: str, title: str, default: str, entries: Mapping[str, Any], words: Mapping[str, str],
     state: FormState,
 ) -> dict[str, Any]:  # fmt: skip
     """Return a list, and the arguments of the entry that the form means or that is the default."""
