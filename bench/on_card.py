@@ -36,7 +36,19 @@ PLANS: Final[Mapping[str, Mapping[str, Any]]] = {
     "streamed, clipped": {"clipping": 1.0, "streamed": Streaming()},
     "streamed, not clipped": {"clipping": 0.0, "streamed": Streaming()},
     "host engine": {"clipping": 1.0, "engine": "host"},
-}
+    "updated on the device, clipped": {
+        "clipping": 1.0, "streamed": Streaming(), "update": "device",
+    },
+    "updated on the device, not clipped": {
+        "clipping": 0.0, "streamed": Streaming(), "update": "device",
+    },
+    "updated on the device, split master weights": {
+        "clipping": 1.0, "streamed": Streaming(), "update": "device:split",
+    },
+    "updated on the device, rounded at random": {
+        "clipping": 0.0, "streamed": Streaming(), "update": "device:stochastic",
+    },
+}  # fmt: skip
 _TINY_DIT: Final[Mapping[str, Any]] = {"num_attention_heads": 2, "attention_head_dim": 16}
 NARROW: Final[Mapping[str, Mapping[str, Any]]] = {
     "sdxl": {
@@ -289,6 +301,7 @@ class OnCard:
             platform=self._platform, model=model, world_size=1,
             streamed=self._how.get("streamed", False),
             engine=self._how.get("engine"),
+            update=self._how.get("update"),
         )  # fmt: skip
         return OptimizerResolver().apply(resolved)
 
@@ -380,6 +393,7 @@ class OnCard:
         from zerotune.backend.host import residency
         from zerotune.backend.host.passes import UnitPass
         from zerotune.backend.host.steps import StreamedSteps
+        from zerotune.backend.host.updates import OptimizerOnDevice
         from zerotune.backend.step.adams import SlabStep
 
         told: Sequence[tuple[Any, str, Callable[..., Any]]] = (
@@ -388,6 +402,7 @@ class OnCard:
             (StreamedSteps, "_take_squares", self._read),
             (UnitPass, "take", self._take),
             (SlabStep, "run", self._update),
+            (OptimizerOnDevice, "_run", self._update_there),
         )
         with contextlib.ExitStack() as stack:
             for owner, name, before in told:
@@ -424,6 +439,10 @@ class OnCard:
         seconds = self._updated * nbytes / self.rates.host_step
         self._clock.scale(label=self._label)
         self._work(seconds)
+
+    def _update_there(self, _update: Any, unit: Any, *_: Any) -> None:
+        ratio = self._ratio_of_unit(unit)
+        self._clock.scale(ratio, ratio, unit.name)
 
     def _work(self, seconds: float) -> None:
         """Let the calling thread work in host memory, which copies over the bus use too."""

@@ -26,9 +26,9 @@ REAL: Final = "real steps on the CPU"
 LANES: Final[Mapping[str, str]] = {COMPUTE: "device", IN: "in", OUT: "out", HOST: "host"}
 """Lanes of the clock, and those of the time model."""
 MODELS: Final[Mapping[str, tuple[str, str, int, Sequence[str]]]] = {
-    "SDXL, batch 4, on an RTX 4090": ("sdxl", "RTX 4090", 4, tuple(PLANS)),
-    "SDXL, batch 4, on an RTX 3090": ("sdxl", "RTX 3090", 4, tuple(PLANS)),
-    "SD3 Medium, batch 4, on an RTX 4090": ("sd3-medium", "RTX 4090", 4, tuple(PLANS)),
+    "SDXL, batch 4, on an RTX 4090": ("sdxl", "RTX 4090", 4, tuple(PLANS)[:3]),
+    "SDXL, batch 4, on an RTX 3090": ("sdxl", "RTX 3090", 4, tuple(PLANS)[:3]),
+    "SD3 Medium, batch 4, on an RTX 4090": ("sd3-medium", "RTX 4090", 4, tuple(PLANS)[:3]),
     # Their weights fill the card unless they are streamed.
     "FLUX.1, batch 4, on an RTX 4090": ("flux", "RTX 4090", 4, (CLIPPED, EAGER)),
     "Qwen-Image, batch 4, on an RTX 4090": ("qwen-image", "RTX 4090", 4, (CLIPPED, EAGER)),
@@ -184,7 +184,7 @@ BENCHMARK = Benchmark(
     name="stream",
     title="rehearsed steps of large models on catalogued cards, and real steps on the CPU",
     cases=cases,
-    ours=(*PLANS, ALL_HERE),
+    ours=(*tuple(PLANS)[:3], ALL_HERE),
     goals=(
         *(
             Goal(f"{case}, {plan}: the predicted time is within 10 %", case, plan,

@@ -9,7 +9,7 @@ import json
 import math
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,22 @@ The plans clip gradients, and use neither NVMe nor an EMA. In each cell, the fir
 fastest plan without streaming, and the second for the fastest plan with streaming. A dash means
 that no plan fits."""
 
+IN_FULL = """\
+[Updates on the device](streaming.md#update-on-the-device) fit larger models into less host memory.
+They have not been measured on a GPU either. The tables show the predicted seconds per step of full
+fine-tuning with Adafactor, at batch 1 and the sizes above, without NVMe and without an EMA, by
+memory of the GPU (rows) and of the host (columns). In each cell, the first figure is for exact
+training with clipping, the second for exact training without clipping (both with split master
+weights), and the third for weights that are rounded to bf16 at random, without clipping. A dash
+means that no plan fits.
+
+Other trainers publish for lean training, which rounds weights at random, does not clip and updates
+in the backward pass: 7.08 s for FLUX.1 with 21.8 GB of GPU memory (kohya's sd-scripts, [issue
+1764]({issue})), and presets for Qwen-Image on 16 GB and Chroma on 8 GB, both at 512² and batch 2
+(OneTrainer). RamTorchRun's 35 s for Krea 2 are for four batches of 1 at 256². musubi-tuner trains
+Qwen-Image in full with about 40 GB of GPU memory without offload. [Predictions](predictions.md)
+lists these runs beside ours."""
+
 FOREMOST = (
     *("sd15", "sdxl", "sd35-medium", "sd35-large", "flux", "flux2", "qwen-image", "z-image"),
     *("wan-1.3b", "wan-14b", "ltx-video", "hunyuan-video"),
@@ -63,11 +79,21 @@ OTHERS = (
 """Families in the folded tables; editing models and ControlNets are only in the last table."""
 DETAILED = ("sdxl", "flux")
 """Families for which the page lists the memory of each plan."""
+TRAINED_IN_FULL = ("flux", "qwen-image", "wan-14b", "krea2", "z-image", "chroma")
+SMALL_CARDS = ("12GiB", "16GiB", "24GiB", "32GiB")
+SMALL_HOSTS = ("32GiB", "64GiB", "96GiB", "128GiB")
+WAYS: tuple[dict[str, Any], ...] = (
+    {"update": "device:split"},
+    {"update": "device:split", "gradient_clipping": 0.0},
+    {"update": "device:stochastic", "gradient_clipping": 0.0},
+)
+"""Exact with clipping, exact without clipping, and lean."""
 CARDS = ("80GiB", "48GiB", "24GiB", "16GiB", "12GiB", "8GiB")
 HOST, NVME = "128GiB", "2TB"
 STREAMED_HOSTS = ("64GiB", "128GiB", "192GiB", "256GiB")
 RANK = 16
 SIDE = 1024
+KOHYA = "https://github.com/kohya-ss/sd-scripts/issues/1764"
 UNBROKEN = "\N{NO-BREAK SPACE}"
 LETTERS = {
     "A": "everything on the GPU",
@@ -111,6 +137,8 @@ def page() -> str:
         parts += [f"## {title}", _table(FOREMOST, lora)]
         parts.append(_folded("More models", _table(OTHERS, lora)))
         parts += [] if lora else map(_costs, DETAILED)
+    parts += ["## Full fine-tuning on small machines", IN_FULL.format(issue=KOHYA)]
+    parts.append("\n".join(_in_full()))
     parts.append("## Streamed weights")
     title = "Seconds of every family on 24 GiB, with and without streamed weights"
     parts.append(_folded(title, STREAMING, _streamed()))
@@ -152,6 +180,31 @@ def row(name: str, lora: int | None) -> str:
     cells = [_named(name), f"{model_family(name).facts.numel / 1e9:.1f}"]
     cells += [_cell(name, card, lora) for card in CARDS]
     return f"| {' | '.join(cells)} |"
+
+
+def _in_full() -> Iterator[str]:
+    yield f"| model | GPU | {' | '.join(map(_gib, SMALL_HOSTS))} |"
+    yield "|---|--:|" + "--:|" * len(SMALL_HOSTS)
+    for name in TRAINED_IN_FULL:
+        for card in SMALL_CARDS:
+            yield in_full_row(name, card)
+
+
+def in_full_row(name: str, card: str) -> str:
+    """Return the seconds of a family's full fine-tuning for each amount of host memory."""
+    cells = (
+        " / ".join(_seconds_in_full(name, card, host, way) for way in WAYS) for host in SMALL_HOSTS
+    )
+    return f"| {_named(name)} | {_gib(card)} | {' | '.join(cells)} |"
+
+
+def _seconds_in_full(name: str, card: str, host: str, way: Mapping[str, Any]) -> str:
+    asked = {"vram": card, "ram": host, "precision": "bf16", "optimizer": "Adafactor", **way}
+    try:
+        time = DeepSpeedPlan.advise(name, **asked).chosen.time
+    except NothingFitsError:
+        return "-"
+    return "" if time is None else _amount(time.expected)
 
 
 def _cell(name: str, card: str, lora: int | None) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.on_card import NARROW, build
-from bench.stream import CLIPPED, LANES, rehearse
+from bench.on_card import COMPUTE, IN, NARROW, OUT, PLANS, build
+from bench.stream import CLIPPED, LANES, lanes_of, rehearse
 from bench.virtual import HostThreads, _Executor, _Future, _Virtual
 
 
@@ -70,3 +70,18 @@ def test_virtual_time_is_close_to_the_predicted_time_on_every_machine():
     assert found.seconds == pytest.approx(found.predicted.expected, rel=0.1)
     assert found.late == 0
     assert {lane for lane, *_ in found.spans} == set(found.lanes) == set(LANES)
+
+
+UPDATED_THERE = [plan for plan, how in PLANS.items() if "update" in how]
+
+
+@pytest.mark.nightly
+@pytest.mark.simdev
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("plan", UPDATED_THERE)
+def test_virtual_time_of_an_update_on_the_device_is_close_to_the_predicted_time(plan):
+    found = rehearse({"model": "sd3-medium", "card": "RTX 4090", "batch": 1, "plan": plan})
+    assert found.seconds == pytest.approx(found.predicted.expected, rel=0.1)
+    modelled = lanes_of(found)
+    for lane in (COMPUTE, IN, OUT):
+        assert found.lanes[lane] == pytest.approx(modelled[lane], rel=0.05), lane

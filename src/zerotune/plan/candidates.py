@@ -292,7 +292,8 @@ def considered(request: Request, *, only_streamed: bool = False) -> Iterator[Can
         for work in choices:
             lacks_host = True
             for layout, plan in plans.items():
-                if layout.masters == "split" and not lacks_host:
+                exacter = attrs.evolve(layout, masters="fp32")
+                if layout.masters != "fp32" and exacter in plans and not lacks_host:
                     continue
                 found = plan, estimate_resolved(resolved[layout], work)
                 if layout.fills_device:

@@ -334,6 +334,9 @@ def test_weights_on_the_device_are_updated_there_where_streaming_is_refused():
     )
     assert (advice.streamed, advice.update.masters) == (None, "split")
     assert advice.chosen.title.startswith("weights on the device, split master weights")
+    # Resident weights need too much device memory, but no more host memory.
+    streamed = flux_on("128GiB", update="device:split", optimizer="Adafactor")
+    assert streamed.chosen.title == DEVICE_SPLIT
 
 
 def test_master_weights_are_split_only_where_no_exact_layout_fits():

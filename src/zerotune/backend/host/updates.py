@@ -250,7 +250,8 @@ class OptimizerOnDevice(Update):
         still: Collection[UnitPart],
     ) -> None:
         streams = cycle(self._streams)
-        for slab in unit.owned:
+        # Matrices alternate with biases in a model, and would all be on the same stream.
+        for slab in sorted(unit.owned, key=lambda each: -each.key.numel()):
             group = groups[slab.group]
             if slab.parts[0] in still or group.get(STOPPED):
                 continue

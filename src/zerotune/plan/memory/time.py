@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, Literal
 
 import attrs
 
 from zerotune.plan.memory.costing import Costing
 from zerotune.plan.memory.estimate import offloads_activations
-from zerotune.plan.memory.hosted import BUFFERS_IN_BACKWARD, gradient_buffers
+from zerotune.plan.memory.hosted import (
+    BUFFERS_IN_BACKWARD,
+    WEIGHTS_AT_A_TIME,
+    gradient_buffers,
+    gradients_stay,
+)
 from zerotune.plan.memory.items import Estimate
 from zerotune.plan.memory.rates import PUBLISHED_SPREAD, Rates
 from zerotune.plan.memory.traffic import step_traffic
@@ -39,6 +44,9 @@ the next forward pass, or ``"eager"`` during the last backward pass (as gradient
 next forward pass."""
 
 
+_DRAINED: Final = 1.2
+"""Factor by which updates on the device take longer because each unit waits for its last copies,
+fitted to steps in virtual time (``bench.stream``)."""
 _PASSES: Final[tuple[StepPhase, ...]] = ("forward", "backward")
 
 
@@ -109,6 +117,8 @@ class StepTime:
     """``PUBLISHED_SPREAD`` for a card whose rates were not measured; otherwise ``None``."""
     micro_batches: int = 1
     """Forward passes per optimizer step; the optimizer step overlaps with one of them."""
+    updates_on_device: bool = False
+    """Whether weights in host memory are updated on the device."""
     carried: float = 1.0
     """Share of the optimizer's work that may overlap with the next forward pass, limited by how
     many gradients host memory can buffer."""
@@ -135,6 +145,8 @@ class StepTime:
             schedule: ``"in turn"``, ``"hidden"`` or ``"eager"``.
         """
         lanes = self._lanes
+        if self.updates_on_device and schedule != "in turn":
+            return self._updated_on_device(eager=schedule == "eager")
         on_host = any(lane in ("host", "disk") for lane in lanes.get("optimizer", ()))
         if schedule == "in turn" or not on_host:
             return sum(self.phases.values())
@@ -148,6 +160,20 @@ class StepTime:
             rest = ((one, 1 - first if one in beside else 1.0) for one in _PASSES)
             stretches = [hiding, *(_Stretch(passes={one: share}) for one, share in rest)]
         return sum(stretch.seconds(found) for stretch in stretches)
+
+    def _updated_on_device(self, *, eager: bool) -> float:
+        """Return the seconds of a step whose weights are updated on the device in turns."""
+        lanes = self._lanes
+        after = [lanes[phase] for phase in _AFTER if phase in lanes]
+        update: Sequence[Lane] = ("in", "out", "device")
+        seconds = {lane: sum(phase.get(lane, 0.0) for phase in after) for lane in update}
+        turns = _DRAINED * sum(seconds.values()) / WEIGHTS_AT_A_TIME
+        forward, backward = (max(lanes[phase].values()) for phase in _PASSES)
+        if not eager:
+            return forward + backward + turns
+        # The backward pass computes while weights are copied, and waits while they are updated.
+        waits = min(1.0, seconds["device"] / turns) if turns else 1.0
+        return forward + max(turns + backward * waits, backward + seconds["device"])
 
     def _with_little_carried(
         self, lanes: Mapping[StepPhase, Mapping[Lane, float]], after: Iterable[StepPhase]
@@ -237,6 +263,7 @@ def step_time(estimate: Estimate, rates: Rates) -> StepTime | None:
         schedule=_schedule(case),
         published_spread=PUBLISHED_SPREAD if is_catalogued else None,
         micro_batches=case.resolved.gradient_accumulation_steps,
+        updates_on_device=case.resolved.update is not None and not case.on_cpu,
         carried=_carried(case),
     )
 
@@ -258,6 +285,8 @@ def _schedule(case: Costing) -> Schedule:
         return "in turn"
     waits = resolved.gradient_clipping or resolved.precision == "fp16"
     in_backward = case.streaming is not None and not waits
+    if resolved.update is not None:
+        in_backward = gradients_stay(resolved)
     return "eager" if in_backward else "hidden"
 
 

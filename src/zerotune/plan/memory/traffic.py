@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 import attrs
 
+from zerotune.plan.context import MastersName
 from zerotune.plan.memory.costing import Costing
 from zerotune.plan.memory.hosted import gradients_stay
 from zerotune.plan.memory.items import Estimate
@@ -191,7 +193,7 @@ def _hosted_traffic(case: Costing, estimate: Estimate) -> StepTraffic:
             ema_on_disk=_ema_on_disk(estimate),
             swap=swap_traffic(estimate),
             added=added,
-            on_device=round((_BY_OPERATORS + 8 * case.states) * part),
+            on_device=round((_BY_OPERATORS[case.resolved.masters] + 8 * case.states) * part),
             updated=round((kept + 2) * part),
         )
     return StepTraffic(
@@ -209,8 +211,9 @@ def _hosted_traffic(case: Costing, estimate: Estimate) -> StepTraffic:
     )
 
 
-_BY_OPERATORS: Final = 64
-"""Bytes of device memory per weight that an optimizer's operators read and write, beside states."""
+_BY_OPERATORS: Final[Mapping[MastersName, int]] = {"fp32": 88, "split": 180, "stochastic": 358}
+"""Bytes of device memory per weight that an update's operators read and write, beside states, as
+counted on the simulated device (``bench.stream``); random bits are drawn as int64."""
 
 
 def _chain(case: Costing) -> float:
