@@ -227,8 +227,11 @@ def _not_on_device(request: Request) -> PlanConflictError:
     """Return the error for a requested update on the device that no layout can run."""
     plan = laid_out(request, request.levels[0][0])
     update: Any = request.update
-    resolved = resolve(plan, request.context, streamed=False, update=update)
-    why = next(one.reason for one in reversed(resolved.decisions) if one.key == "update")
+    streamed = bool(request.model.units)
+    resolved = resolve(plan, request.context, streamed=streamed, update=update)
+    replaced = resolved.optimizer.name != plan.optimizer_name and resolved.update is not None
+    key = "optimizer.type" if replaced else "update"
+    why = next(one.reason for one in reversed(resolved.decisions) if one.key == key)
     return PlanConflictError(
         f"is not possible: {why}", 'remove it, or write "host"', "update", update.name
     )

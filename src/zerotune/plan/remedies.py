@@ -140,6 +140,8 @@ def _with_settings(request: Request, settings: Mapping[str, Any]) -> Request:
 def _smaller_states(request: Request, nearest: Candidate) -> Remedy | None:
     resolved = nearest.estimate.resolved
     adamw = resolved.plan.optimizer_name == "AdamW"
+    # The update on the device refuses the optimizer that is named below.
+    adamw = adamw and not isinstance(request.update, DeviceUpdate)
     if "host" not in nearest.shortfalls or resolved.offload_optimizer != "cpu" or not adamw:
         return None
     saved = format_size(4 * request.model.trainable_numel)

@@ -328,6 +328,33 @@ def test_a_requested_update_on_the_device_that_is_impossible_is_refused():
         flux_on("200GiB", update="card")
 
 
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"optimizer": "LBFGS"}, "recomputes the loss"),
+        ({"optimizer": "AdamWBF16States"}, "depends on the order of all weights"),
+        ({"precision": "fp32"}, "trains in fp32"),
+    ],
+)
+def test_a_refused_update_on_the_device_says_why(settings, why):
+    with pytest.raises(PlanConflictError, match=f"update = 'device'.*{why}"):
+        flux_on("200GiB", update="device", **settings)
+
+
+def test_what_would_help_an_update_on_the_device_is_no_optimizer_that_it_refuses():
+    with pytest.raises(NothingFitsError) as caught:
+        flux_on("64GiB", update="device")
+    assert "AdamWBF16States" not in str(caught.value)
+
+
+@pytest.mark.parametrize("update", ["host", "device", "device:split"])
+def test_the_time_without_clipping_is_that_of_the_plan_without_clipping(update):
+    clipped = flux_on("256GiB", update=update).chosen
+    unclipped = flux_on("256GiB", update=update, gradient_clipping=0).chosen
+    assert (clipped.title, clipped.time.expected) != (unclipped.title, unclipped.time.expected)
+    assert f"{unclipped.time.expected:.2f} s with gradient_clipping 0" in clipped.reason
+
+
 def test_weights_on_the_device_are_updated_there_where_streaming_is_refused():
     advice = DeepSpeedPlan.advise(
         "sdxl", vram="24GiB", ram="64GiB", streamed=False, update="device:split"
