@@ -156,8 +156,8 @@ RELATED = {
         f"{_DATA}.order": "BucketOrder",
     },
     "zerotune.training.Trainer": {
-        "zerotune.training.trainer": "RunOptions RunView",
-        "zerotune.training.validate": "SampleOptions",
+        "zerotune.training.trainer": "RunOptions",
+        "zerotune.training.view": "RunView SampleOptions",
         "zerotune.training.report": "Report",
         "zerotune.training.step": "TrainStep NonFinite NonFinitePolicy RaiseNonFinite",
         "zerotune.training.memory": "expected_memory",

@@ -20,7 +20,7 @@ from zerotune.errors import DataError, InvalidValueError
 if TYPE_CHECKING:
     import torch
 
-    from zerotune.training.trainer import RunView as RunView  # noqa: PLC0414 - for callbacks
+    from zerotune.training.view import RunView
 
 
 PHASES: Final = ("data", "forward", "backward", "optimizer", "ema")

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from zerotune.training.events import RunView, StepMetrics
+    from zerotune.training.events import StepMetrics
+    from zerotune.training.view import RunView
 
 _BAR_FIELDS = ("loss {loss}", "lr {lr}", "{rate} it/s", "peak {peak}", "ETA {eta}")
 

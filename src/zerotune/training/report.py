@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from zerotune.plan.memory.items import MemoryItem
     from zerotune.plan.memory.time import StepTime
     from zerotune.plan.plan import MemoryEstimate
-    from zerotune.training.events import RunView, StepMetrics
+    from zerotune.training.events import StepMetrics
+    from zerotune.training.view import RunView
 
 
 _PREDICTED: Final = ("forward", "backward", "optimizer", "ema")

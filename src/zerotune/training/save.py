@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
     from zerotune.diffusion.data.streams import BatchStream
     from zerotune.ema import EMAShadow
-    from zerotune.training.events import RunView, StepMetrics
+    from zerotune.training.events import StepMetrics
+    from zerotune.training.view import RunView
 
 _TRAINER_ENTRY: Final = "trainer"
 

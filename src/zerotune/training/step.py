@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from zerotune.diffusion.data.batches import Batch
     from zerotune.diffusion.data.streams import BatchStream
     from zerotune.diffusion.objective import Objective
-    from zerotune.training.events import RunView
+    from zerotune.training.view import RunView
 
 
 class StepClock:

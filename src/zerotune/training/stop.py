@@ -28,7 +28,8 @@ from zerotune.training.save import is_saved
 if TYPE_CHECKING:
     from zerotune.backend.distributed import ProcessGroup
     from zerotune.backend.engine import Engine
-    from zerotune.training.events import RunView, StepMetrics
+    from zerotune.training.events import StepMetrics
+    from zerotune.training.view import RunView
 
 
 _USUAL: Final = (signal.SIGINT, signal.SIGTERM)

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from zerotune.training.events import RunView, StepMetrics
+    from zerotune.training.events import StepMetrics
+    from zerotune.training.view import RunView
 
 
 class Trackers(Callback):

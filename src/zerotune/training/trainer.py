@@ -57,7 +57,8 @@ from zerotune.training.save import resumed, rolled_back, seed_everything, traine
 from zerotune.training.setup import PlanSource, prepare
 from zerotune.training.step import NonFinite, NonFinitePolicy, RaiseNonFinite, StepClock, TrainStep
 from zerotune.training.stop import Goal, StopBeforeDiskFills, Stopping, with_signals
-from zerotune.training.validate import SampleOptions, draw
+from zerotune.training.validate import draw
+from zerotune.training.view import RunView, SampleOptions
 from zerotune.training.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -719,8 +720,3 @@ class _GroupStops(Callback):
             )
             trainer.decisions += (decision,)
             announce((decision,), rank=trainer.engine.group.rank)
-
-
-RunView = Trainer
-"""Type of the ``trainer`` argument of callbacks: any object with the attributes that the callback
-uses."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
-from typing_extensions import TypedDict, Unpack
+from typing_extensions import Unpack
 
 from zerotune._util.files import write_atomically
 from zerotune._util.text import whole
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
     from zerotune.diffusion.data.batches import Batch
     from zerotune.training.emas import TrainerEMAs
-    from zerotune.training.events import RunView, StepMetrics
+    from zerotune.training.events import StepMetrics
+    from zerotune.training.view import RunView, SampleOptions
 
 
 _PREVIEW_FPS: Final = 16.0
@@ -223,29 +224,6 @@ def untouched_randomness() -> Iterator[None]:
 
 
 # -- Sampling images from a trainer.
-
-
-class SampleOptions(TypedDict, total=False):
-    """Options of ``zerotune.diffusion.sample``, plus ``seed`` and ``ema``."""
-
-    prompts: Sequence[str]
-    negative_prompt: str
-    labels: torch.Tensor
-    count: int
-    scheduler: Any
-    """Scheduler; the default is the pipeline's if ``prompts`` are given, else the objective's."""
-    steps: int
-    guidance_scale: float
-    seed: int
-    """Seed of the images; default 0."""
-    ema: bool | str
-    """Weights to use: ``True`` (default) for the first EMA, or the trained weights if there is no
-    EMA; the name of an EMA; or ``False`` for the trained weights."""
-    shape: tuple[int, int, int]
-    size: tuple[int, int]
-    frames: int
-    references: torch.Tensor
-    batch_size: int
 
 
 def draw(

@@ -34,7 +34,7 @@ from zerotune.training.events import Callback
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from zerotune.training.events import RunView
+    from zerotune.training.view import RunView
 
 
 logger = logging.getLogger("zerotune")
