@@ -126,7 +126,7 @@ class RankShare:
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Piece:
+class Portion:
     """Elements that one rank writes into a file shared by all ranks."""
 
     subject: Subject
@@ -147,7 +147,7 @@ class RankContents:
     metadata: Mapping[str, str]
     rank: int = 0
     world_size: int = 1
-    pieces: tuple[Piece, ...] | None = None
+    portions: tuple[Portion, ...] | None = None
     """Copies of everything in ``parts``; ``None`` if the engine's tensors are written directly."""
 
     @classmethod
@@ -206,36 +206,36 @@ class RankContents:
         """Return the sizes from which all ranks compute the layout of the files."""
         return RankShare(parts=self.parts, counters=self.counters, nbytes=self.file().nbytes)
 
-    def read(self, engine: Engine) -> Iterator[Piece]:
+    def read(self, engine: Engine) -> Iterator[Portion]:
         """Yield the contents of ``parts``, reading one fragment of master weights at a time."""
-        if self.pieces is not None:
-            yield from self.pieces
+        if self.portions is not None:
+            yield from self.portions
             return
         if WEIGHTS in self.parts:
             for fragment in engine.master_weights.read():
                 part = Part.of(fragment.address)
-                yield Piece(subject=WEIGHTS, part=part, tensor=fragment.value)
+                yield Portion(subject=WEIGHTS, part=part, tensor=fragment.value)
                 formats = fragment.formats
                 for name, state in fragment.stored.items():
                     subject = Subject(kind="optimizer", of=name)
                     part = Part.of(fragment.address, formats[name])
-                    yield Piece(subject=subject, part=part, tensor=state)
+                    yield Portion(subject=subject, part=part, tensor=state)
                 for name, state in fragment.whole.items():
                     subject = Subject(kind="optimizer", of=name)
                     part = Part.whole(fragment.address, state)
-                    yield Piece(subject=subject, part=part, tensor=state.view(-1))
+                    yield Portion(subject=subject, part=part, tensor=state.view(-1))
         for name, tensors in self.shadows.items():
             subject = Subject(kind="shadow", of=name)
             for part in self.parts.get(subject, ()):
-                yield Piece(subject=subject, part=part, tensor=tensors[part.key])
+                yield Portion(subject=subject, part=part, tensor=tensors[part.key])
 
     def copied(self, engine: Engine) -> RankContents:
         """Copy the contents to host memory; training can then continue while they are written."""
-        pieces = tuple(
-            attrs.evolve(piece, tensor=_copy(piece.tensor)) for piece in self.read(engine)
+        portions = tuple(
+            attrs.evolve(portion, tensor=_copy(portion.tensor)) for portion in self.read(engine)
         )
         others = {key: _copy(tensor) for key, tensor in self.others.items()}
-        return attrs.evolve(self, pieces=pieces, others=others, shadows={})
+        return attrs.evolve(self, portions=portions, others=others, shadows={})
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

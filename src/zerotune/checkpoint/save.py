@@ -135,7 +135,7 @@ def _agreed_writing(
         draft=attrs.evolve(manifest, parameters=filing.parameters, formats=filing.formats),
         filing=filing,
         contents=contents,
-        pieces=lambda: contents.read(engine),
+        portions=lambda: contents.read(engine),
         allow_not_finite=allow_not_finite,
     )
 

@@ -11,7 +11,7 @@ import attrs
 from zerotune._util.files import write_synced
 from zerotune._util.text import listing
 from zerotune.backend.distributed import ProcessGroup, together
-from zerotune.checkpoint.contents import Piece, RankContents
+from zerotune.checkpoint.contents import Portion, RankContents
 from zerotune.checkpoint.manifest import MANIFEST, FileRecord, Manifest
 from zerotune.checkpoint.staging import Staging, check_space
 from zerotune.checkpoint.tensors import TensorFile, TensorWriter, Written
@@ -34,12 +34,12 @@ class Writing:
         draft: Manifest,
         filing: Filing,
         contents: RankContents,
-        pieces: Callable[[], Iterator[Piece]],
+        portions: Callable[[], Iterator[Portion]],
         allow_not_finite: bool,
     ) -> None:
         self._group, self._final = group, final
         self._draft, self._filing = draft, filing
-        self._contents, self._pieces = contents, pieces
+        self._contents, self._portions = contents, portions
         self._allow_not_finite = allow_not_finite
         self._staging: Staging | None = None
         self._folder = Path()
@@ -88,9 +88,9 @@ class Writing:
         shared = self._filing.files
         self._files = (*shared[self._group.rank :: self._group.world_size], alone)
         self._writer = writer = TensorWriter(self._folder, [*shared, alone])
-        for piece in self._pieces():
-            part = piece.part
-            writer.write(part.name, piece.tensor, subject=piece.subject, start=part.start)
+        for portion in self._portions():
+            part = portion.part
+            writer.write(part.name, portion.tensor, subject=portion.subject, start=part.start)
         for key, tensor in self._contents.others.items():
             writer.write(key, tensor, subject=alone.subject)
         if self._group.world_size > 1:
