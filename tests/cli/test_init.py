@@ -222,3 +222,11 @@ def test_images_are_checked_before_a_plan_is_made(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     assert cli.main([*command, str(tmp_path / "empty")]) == 2
     assert "contains no readable image" in capsys.readouterr().err
+
+
+def test_what_would_help_names_only_options_of_init(init, capsys):
+    assert init("--vram", "24", "--ram", "64", family="flux") == 2
+    said = capsys.readouterr().err
+    assert "--lora 16" in said
+    assert "plan: advise" in said
+    assert not {"--optimizer", "--streamed", "--gradient-clipping"} & set(said.split())

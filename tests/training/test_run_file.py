@@ -115,6 +115,14 @@ def test_the_plan_is_written_or_named_or_advised(tmp_path):
         nowhere.chosen_plan()
 
 
+def test_the_advice_is_for_the_images_that_the_run_trains_on(tmp_path):
+    without = {key: value for key, value in RUN.items() if key != "plan"}
+    # Without a resolution images have 1024 pixels a side, whatever is native to the model.
+    content = {**without, "family": "sd15", "data": {"folder": "photos"}}
+    work = RunFile.load(written(tmp_path, content)).chosen_plan().estimate.workload
+    assert (work.height, work.width) == (1024, 1024)
+
+
 def test_the_update_reaches_the_advice(tmp_path):
     without = {key: value for key, value in RUN.items() if key != "plan"}
     content = {**without, "family": "sd15", "update": "device:split"}

@@ -15,7 +15,7 @@ from zerotune._util.text import counted, format_size
 from zerotune.cli import print_text
 from zerotune.cli.plan import add_update, at_least_one
 from zerotune.cli.reports import LORA_HELP, add_family, add_machine, machine_of, model_of
-from zerotune.errors import DataError, InvalidValueError, PlanFileError
+from zerotune.errors import DataError, InvalidValueError, NothingFitsError, PlanFileError
 from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.families import ModelFamily
 from zerotune.plan.plan import Advice
@@ -156,18 +156,30 @@ def _model(arguments: argparse.Namespace) -> str:
 
 def _advice(arguments: argparse.Namespace, model: ModelFamily) -> Advice:
     rate = _LEARNING_RATE["adapters" if arguments.lora else "all"]
-    return DeepSpeedPlan.advise(
-        model,
-        **machine_of(arguments),
-        resolution=arguments.resolution,
-        gradient_accumulation_steps=_ACCUMULATED,
-        optimizer={"type": "AdamW", "params": {"lr": rate, "weight_decay": 0.01}},
-        ema="host",
-        lora=arguments.lora,
-        # The plan's file cannot express streamed weights.
-        streamed=False,
-        update=arguments.update,
-    )
+    try:
+        return DeepSpeedPlan.advise(
+            model,
+            **machine_of(arguments),
+            resolution=arguments.resolution,
+            gradient_accumulation_steps=_ACCUMULATED,
+            optimizer={"type": "AdamW", "params": {"lr": rate, "weight_decay": 0.01}},
+            ema="host",
+            lora=arguments.lora,
+            # The plan's file cannot express streamed weights.
+            streamed=False,
+            update=arguments.update,
+        )
+    except NothingFitsError as error:
+        # Other remedies are options of `plan advise` only.
+        raise NothingFitsError(
+            error.reason,
+            nearest=error.nearest,
+            remedies=tuple(one for one in error.remedies if {*one.settings} == {"lora"}),
+            key="memory",
+            value=error.value,
+            fix=f"{error.more}; zerotune plan advise considers streamed weights too, and so does "
+            "the file of a run with plan: advise",
+        ) from None
 
 
 def _images(folder: str) -> tuple[int, list[str]]:

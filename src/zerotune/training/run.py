@@ -13,7 +13,14 @@ from zerotune.plan.context import UpdateName
 from zerotune.plan.plan import Advice
 from zerotune.training.progress import ProgressBar
 from zerotune.training.report import Report
-from zerotune.training.run_file import DEFAULT_RANK, Checkpoints, Data, Export, RunFile
+from zerotune.training.run_file import (
+    DEFAULT_RANK,
+    DEFAULT_SIDE,
+    Checkpoints,
+    Data,
+    Export,
+    RunFile,
+)
 from zerotune.training.save import SaveEvery
 from zerotune.training.trainer import Trainer
 from zerotune.training.validate import ValidationImages
@@ -61,7 +68,7 @@ def train(run: RunFile) -> Report:
 
 def _images(run: RunFile) -> PreparedImages:
     data = run.data or Data()
-    side = data.resolution or 1024
+    side = data.resolution or DEFAULT_SIDE
     dropout = 0.1 if data.caption_dropout is None else data.caption_dropout
     return PreparedImages(
         ImageFolder(run.folder / str(data.folder)),

@@ -42,6 +42,7 @@ from zerotune.plan.values import (
 )
 
 DEFAULT_RANK: Final = 16
+DEFAULT_SIDE: Final = 1024
 _WHOLE = Integer(minimum=1, auto=False)
 _SHARE = Number(maximum=1.0, auto=False)
 _FLAG = Boolean(auto=False)
@@ -236,7 +237,7 @@ class RunFile(Section):
         rate = 1e-5 if adapters is None else 1e-4
         return DeepSpeedPlan.advise(
             self._facts(),
-            resolution=(self.data and self.data.resolution) or None,
+            resolution=(self.data and self.data.resolution) or DEFAULT_SIDE,
             lora=None if adapters is None else adapters.rank or DEFAULT_RANK,
             base_dtype=None if adapters is None else adapters.base_dtype,
             optimizer={"type": "AdamW", "params": {"lr": rate, "weight_decay": 0.01}},
