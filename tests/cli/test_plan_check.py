@@ -159,6 +159,9 @@ REJECTED = [
     {"zero_optimization": {"stage": 2, "reduce_bucket_size": "5e8"}},
     {"bf16": True},
     {"amp": {"enabled": False}},
+    *({key: "1"} for key in ("train_batch_size", "gradient_accumulation_steps")),
+    {"train_micro_batch_size_per_gpu": "1"},
+    *({"wall_clock_breakdown": each} for each in ("false", None)),
 ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -12,10 +13,11 @@ import pytest
 
 from tests.plan.accelerate_runs import ALONE
 from tests.support.ranks import free_port, run_ranks
+from zerotune.decisions import Rejected
 from zerotune.plan import DeepSpeedPlan
 from zerotune.plan import keys as known_keys
 from zerotune.plan.resolve.sizes import PERSISTENCE_LIMIT, SMALLEST_SWAP_BYTES, sub_groups
-from zerotune.plan.section import modelled
+from zerotune.plan.section import Nested, modelled
 from zerotune.plan.sections import AioSection, Bf16Section, Fp16Section, OffloadSection, ZeroSection
 
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.json"))
@@ -292,3 +294,41 @@ def test_scaled_gradients_are_refused_where_deepspeed_refuses_them(engines):
     for config, outcome in zip(configs[2:], found[2:], strict=True):
         refused = [each.rule for each in DeepSpeedPlan.from_dict(config).check()]
         assert ("gradient-scaling" in refused) is isinstance(outcome, str), (config, outcome)
+
+
+def settings_of(cls, *above):
+    """Return the path of every modelled setting, at any depth."""
+    for each in modelled(cls):
+        yield (*above, each.name)
+        if isinstance(each.metadata["kind"], Nested):
+            kind = each.metadata["kind"]
+            inner = settings_of(kind.cls, *above, each.name)
+            yield from (path for path in inner if path[-1] not in kind.without)
+
+
+def rejects(config):
+    """Whether DeepSpeed rejects a configuration."""
+    import deepspeed.runtime.config as reading
+
+    try:
+        reading.DeepSpeedConfig(copy.deepcopy(config))
+    except (ValueError, TypeError, AttributeError):
+        return True
+    return False
+
+
+def test_every_null_that_deepspeed_rejects_is_recorded_as_rejected(monkeypatch):
+    import deepspeed.runtime.config as reading
+
+    monkeypatch.setattr(reading, "dist", Ranks(1))
+    found, wanted = set(), set()
+    for path in settings_of(DeepSpeedPlan):
+        config = {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1}
+        put = config
+        for name in path[:-1]:
+            put = put.setdefault(name, {})
+        put[path[-1]] = None
+        decisions = DeepSpeedPlan.from_dict(config).decisions
+        found |= {one.key for one in decisions if isinstance(one.reason, Rejected)}
+        wanted |= {".".join(path)} if rejects(config) else set()
+    assert found == wanted

@@ -8,6 +8,7 @@ keys that DeepSpeed knows and zerotune does not model. The settings and their ra
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
@@ -27,7 +28,7 @@ from zerotune.plan.keys import (
     ZERO_ALIASES,
 )
 from zerotune.plan.section import Nested, Section, extra_keys, setting
-from zerotune.plan.values import Auto, Boolean, Choice, Folder, Free, Integer, Number, Text
+from zerotune.plan.values import NULL, Auto, Boolean, Choice, Folder, Free, Integer, Number, Text
 from zerotune.platform.facts import CUDA
 
 
@@ -65,6 +66,11 @@ PRECISION_SYNONYMS = {
     "half": "fp16",
 }
 
+# Settings that DeepSpeed validates, unlike those at the top level: null is not "unset" there.
+_Integer = functools.partial(Integer, rejected=NULL)
+_Number = functools.partial(Number, rejected=NULL)
+_Boolean = functools.partial(Boolean, rejected=NULL)
+
 
 @attrs.frozen(kw_only=True)
 class OffloadSection(Section):
@@ -83,21 +89,21 @@ class OffloadSection(Section):
     """``"none"``, ``"cpu"`` (host memory) or ``"nvme"`` (files; stage 3 only)."""
     nvme_path: str | None = setting(Folder())
     """Folder for the swap files; if unset or ``"auto"``, each run creates a temporary folder."""
-    buffer_count: int | Auto | None = setting(Integer(minimum=1))
+    buffer_count: int | Auto | None = setting(_Integer(minimum=1))
     """Number of buffers in the swap pool."""
-    buffer_size: int | Auto | None = setting(Integer(minimum=1))
+    buffer_size: int | Auto | None = setting(_Integer(minimum=1))
     """Size of each buffer in the parameter swap pool, in elements (not bytes)."""
-    pin_memory: bool | Auto | None = setting(Boolean())
+    pin_memory: bool | Auto | None = setting(_Boolean())
     """Page-lock the host buffers, as asynchronous copies to a GPU require."""
-    ratio: float | Auto | None = setting(Number(maximum=1.0))
+    ratio: float | Auto | None = setting(_Number(maximum=1.0))
     """Fraction of the optimizer states to offload; stage 3 only."""
-    fast_init: bool | Auto | None = setting(Boolean())
+    fast_init: bool | Auto | None = setting(_Boolean())
     """Create the optimizer's NVMe files from the parameters' files."""
-    pipeline_read: bool | Auto | None = setting(Boolean())
+    pipeline_read: bool | Auto | None = setting(_Boolean())
     """Read the next sub-group from NVMe while the current one is updated."""
-    pipeline_write: bool | Auto | None = setting(Boolean())
+    pipeline_write: bool | Auto | None = setting(_Boolean())
     """Write the previous sub-group to NVMe while the current one is updated."""
-    max_in_cpu: int | Auto | None = setting(Integer())
+    max_in_cpu: int | Auto | None = setting(_Integer())
     """Number of parameter elements that stay in host memory despite NVMe offload."""
     extra: Mapping[str, Any] = extra_keys()
 
@@ -115,7 +121,7 @@ class ZeroSection(Section):
     aliases: ClassVar[Mapping[str, str]] = ZERO_ALIASES
     unread: ClassVar[frozenset[str]] = MISSPELT_ZERO
 
-    stage: int | Auto | None = setting(Integer(maximum=3))
+    stage: int | Auto | None = setting(_Integer(maximum=3))
     """What is partitioned: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
     offload_param: OffloadSection | None = setting(
         Nested(OffloadSection, without=dict.fromkeys(_OPTIMIZER_ONLY, "offload_optimizer"))
@@ -127,51 +133,51 @@ class ZeroSection(Section):
     """Where optimizer states and master weights are stored and updated."""
     overlap_comm: bool | Auto | None = setting(Boolean())
     """Reduce gradients on a second stream during the backward pass; doubles the bucket memory."""
-    contiguous_gradients: bool | Auto | None = setting(Boolean())
+    contiguous_gradients: bool | Auto | None = setting(_Boolean())
     """Copy gradients into one buffer as they are produced."""
-    reduce_scatter: bool | Auto | None = setting(Boolean())
+    reduce_scatter: bool | Auto | None = setting(_Boolean())
     """Reduce each gradient only to the rank that owns it."""
-    reduce_bucket_size: int | Auto | None = setting(Integer(minimum=1))
+    reduce_bucket_size: int | Auto | None = setting(_Integer(minimum=1))
     """Elements reduced at a time."""
-    allgather_partitions: bool | Auto | None = setting(Boolean())
+    allgather_partitions: bool | Auto | None = setting(_Boolean())
     """Gather updated parameters with all-gather instead of broadcasts."""
-    allgather_bucket_size: int | Auto | None = setting(Integer())
+    allgather_bucket_size: int | Auto | None = setting(_Integer())
     """Maximum number of elements gathered at a time (stages 1 and 2)."""
-    use_multi_rank_bucket_allreduce: bool | Auto | None = setting(Boolean())
+    use_multi_rank_bucket_allreduce: bool | Auto | None = setting(_Boolean())
     """Combine the buckets of several owners in one reduction (stages 1 and 2)."""
-    round_robin_gradients: bool | Auto | None = setting(Boolean())
+    round_robin_gradients: bool | Auto | None = setting(_Boolean())
     """Distribute the copying of gradients to host memory over the ranks (stages 1 and 2)."""
-    ignore_unused_parameters: bool | Auto | None = setting(Boolean())
+    ignore_unused_parameters: bool | Auto | None = setting(_Boolean())
     """Accept parameters that receive no gradient (stage 2)."""
-    load_from_fp32_weights: bool | Auto | None = setting(Boolean())
+    load_from_fp32_weights: bool | Auto | None = setting(_Boolean())
     """Initialise the master weights from a checkpoint's fp32 copy."""
-    elastic_checkpoint: bool | Auto | None = setting(Boolean())
+    elastic_checkpoint: bool | Auto | None = setting(_Boolean())
     """Use the legacy format of DeepSpeed's own checkpoints."""
-    sub_group_size: int | Auto | None = setting(Integer())
+    sub_group_size: int | Auto | None = setting(_Integer())
     """Elements that the optimizer updates at a time (stage 3); 0: one parameter at a time."""
-    stage3_prefetch_bucket_size: int | Auto | None = setting(Integer())
+    stage3_prefetch_bucket_size: int | Auto | None = setting(_Integer())
     """Maximum number of elements to prefetch."""
-    stage3_param_persistence_threshold: int | Auto | None = setting(Integer())
+    stage3_param_persistence_threshold: int | Auto | None = setting(_Integer())
     """Parameters of at most this many elements are never partitioned."""
-    stage3_model_persistence_threshold: int | Auto | None = setting(Integer())
+    stage3_model_persistence_threshold: int | Auto | None = setting(_Integer())
     """Maximum total number of elements in unpartitioned parameters."""
-    stage3_max_live_parameters: int | Auto | None = setting(Integer())
+    stage3_max_live_parameters: int | Auto | None = setting(_Integer())
     """Maximum number of elements that are gathered at a time."""
-    stage3_max_reuse_distance: int | Auto | None = setting(Integer())
+    stage3_max_reuse_distance: int | Auto | None = setting(_Integer())
     """Keep a gathered parameter that is used again within this many elements."""
-    stage3_gather_16bit_weights_on_model_save: bool | Auto | None = setting(Boolean())
+    stage3_gather_16bit_weights_on_model_save: bool | Auto | None = setting(_Boolean())
     """Gather the weights for DeepSpeed's ``save_16bit_model``."""
-    stage3_module_granularity_threshold: int | Auto | None = setting(Integer())
+    stage3_module_granularity_threshold: int | Auto | None = setting(_Integer())
     """Fetch a module as a whole if it has fewer parameters per submodule than this; 0: never."""
-    memory_efficient_linear: bool | Auto | None = setting(Boolean())
+    memory_efficient_linear: bool | Auto | None = setting(_Boolean())
     """Use DeepSpeed's memory-efficient version of ``torch.nn.functional.linear`` (stage 3)."""
-    zero_hpz_partition_size: int | Auto | None = setting(Integer())
+    zero_hpz_partition_size: int | Auto | None = setting(_Integer())
     """Number of ranks in ZeRO++'s secondary partition; 1: off."""
-    zero_quantized_weights: bool | Auto | None = setting(Boolean())
+    zero_quantized_weights: bool | Auto | None = setting(_Boolean())
     """ZeRO++: gather quantized weights."""
-    zero_quantized_nontrainable_weights: bool | Auto | None = setting(Boolean())
+    zero_quantized_nontrainable_weights: bool | Auto | None = setting(_Boolean())
     """ZeRO++: store frozen weights in quantized form."""
-    zero_quantized_gradients: bool | Auto | None = setting(Boolean())
+    zero_quantized_gradients: bool | Auto | None = setting(_Boolean())
     """ZeRO++: reduce quantized gradients."""
     extra: Mapping[str, Any] = extra_keys()
 
@@ -182,14 +188,14 @@ class Bf16Section(Section):
 
     passed_through: ClassVar[frozenset[str]] = BF16
 
-    enabled: bool | Auto | None = setting(Boolean())
-    immediate_grad_update: bool | Auto | None = setting(Boolean())
+    enabled: bool | Auto | None = setting(_Boolean())
+    immediate_grad_update: bool | Auto | None = setting(_Boolean())
     """Add gradients to the master gradients as they are produced."""
-    check_grad_overflow: bool | Auto | None = setting(Boolean())
+    check_grad_overflow: bool | Auto | None = setting(_Boolean())
     """Skip a step whose gradients are not finite."""
-    bf16_master_weights_and_grads: bool | Auto | None = setting(Boolean())
+    bf16_master_weights_and_grads: bool | Auto | None = setting(_Boolean())
     """Keep master weights and gradients in bf16 too."""
-    bf16_optimizer_states: bool | Auto | None = setting(Boolean())
+    bf16_optimizer_states: bool | Auto | None = setting(_Boolean())
     """Keep optimizer states in bf16 too."""
     extra: Mapping[str, Any] = extra_keys()
 
@@ -200,22 +206,22 @@ class Fp16Section(Section):
 
     passed_through: ClassVar[frozenset[str]] = FP16
 
-    enabled: bool | Auto | None = setting(Boolean())
-    auto_cast: bool | Auto | None = setting(Boolean())
+    enabled: bool | Auto | None = setting(_Boolean())
+    auto_cast: bool | Auto | None = setting(_Boolean())
     """Cast the model's inputs to fp16."""
-    loss_scale: float | Auto | None = setting(Number(remark="0 means dynamic"))
+    loss_scale: float | Auto | None = setting(_Number(remark="0 means dynamic"))
     """Fixed loss scale; 0: dynamic."""
-    initial_scale_power: int | Auto | None = setting(Integer())
+    initial_scale_power: int | Auto | None = setting(_Integer())
     """Base-2 exponent of the initial dynamic loss scale."""
-    loss_scale_window: int | Auto | None = setting(Integer())
+    loss_scale_window: int | Auto | None = setting(_Integer())
     """Number of steps without overflow after which the dynamic loss scale doubles."""
-    hysteresis: int | Auto | None = setting(Integer())
+    hysteresis: int | Auto | None = setting(_Integer())
     """Number of overflows tolerated before the loss scale is halved."""
-    consecutive_hysteresis: bool | Auto | None = setting(Boolean())
+    consecutive_hysteresis: bool | Auto | None = setting(_Boolean())
     """Restore the full hysteresis after each step without overflow."""
-    min_loss_scale: int | Auto | None = setting(Integer())
+    min_loss_scale: int | Auto | None = setting(_Integer())
     """Minimum of the dynamic loss scale."""
-    fp16_master_weights_and_grads: bool | Auto | None = setting(Boolean())
+    fp16_master_weights_and_grads: bool | Auto | None = setting(_Boolean())
     """Keep master weights and gradients in fp16 too."""
     extra: Mapping[str, Any] = extra_keys()
 

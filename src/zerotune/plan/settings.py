@@ -34,7 +34,17 @@ from zerotune.plan.sections import (
     ZeroSection,
 )
 from zerotune.plan.spelled import legacy_zero
-from zerotune.plan.values import AUTO, Auto, Boolean, Integer, Number, as_tuple, is_auto
+from zerotune.plan.values import (
+    AUTO,
+    NULL,
+    TEXT,
+    Auto,
+    Boolean,
+    Integer,
+    Number,
+    as_tuple,
+    is_auto,
+)
 
 
 def passed_paths(plan: Settings, *, unknown: bool = False) -> frozenset[str]:
@@ -80,19 +90,21 @@ class Settings(Readable, Section):
     passed_through: ClassVar[frozenset[str]] = TOP_LEVEL | REMOVED.keys()
     aliases: ClassVar[Mapping[str, str]] = {"bfloat16": "bf16"}
 
-    train_batch_size: int | Auto | None = setting(Integer(minimum=1))
+    train_batch_size: int | Auto | None = setting(Integer(minimum=1, rejected=TEXT))
     """Samples per optimizer step across all ranks."""
-    train_micro_batch_size_per_gpu: int | Auto | None = setting(Integer(minimum=1))
+    train_micro_batch_size_per_gpu: int | Auto | None = setting(Integer(minimum=1, rejected=TEXT))
     """Samples per forward pass and rank."""
-    gradient_accumulation_steps: int | Auto | None = setting(Integer(minimum=1))
+    gradient_accumulation_steps: int | Auto | None = setting(Integer(minimum=1, rejected=TEXT))
     """Forward passes per optimizer step."""
     gradient_clipping: float | Auto | None = setting(Number())
     """Maximum global L2 norm of the gradient; 0 disables clipping."""
-    zero_optimization: ZeroSection | None = setting(Nested(ZeroSection, before=legacy_zero))
+    zero_optimization: ZeroSection | None = setting(
+        Nested(ZeroSection, before=legacy_zero, rejected=NULL)
+    )
     bf16: Bf16Section | None = setting(Nested(Bf16Section))
-    fp16: Fp16Section | None = setting(Nested(Fp16Section))
-    optimizer: OptimizerSection | None = setting(Nested(OptimizerSection))
-    scheduler: SchedulerSection | None = setting(Nested(SchedulerSection))
+    fp16: Fp16Section | None = setting(Nested(Fp16Section, rejected=NULL))
+    optimizer: OptimizerSection | None = setting(Nested(OptimizerSection, rejected=NULL))
+    scheduler: SchedulerSection | None = setting(Nested(SchedulerSection, rejected=NULL))
     aio: AioSection | None = setting(Nested(AioSection))
     zero_allow_untested_optimizer: bool | Auto | None = setting(Boolean())
     """Allow ZeRO with an optimizer that DeepSpeed has not tested."""
@@ -100,7 +112,7 @@ class Settings(Readable, Section):
     """With offload, reject optimizers that are not DeepSpeed's own."""
     steps_per_print: int | Auto | None = setting(Integer(minimum=1))
     """Steps between DeepSpeed's progress lines."""
-    wall_clock_breakdown: bool | Auto | None = setting(Boolean())
+    wall_clock_breakdown: bool | Auto | None = setting(Boolean(rejected=NULL | TEXT))
     """Log the times of the forward pass, backward pass and optimizer step."""
     extra: Mapping[str, Any] = extra_keys()
 

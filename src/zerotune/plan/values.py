@@ -27,6 +27,9 @@ AUTO: Final[Auto] = "auto"
 
 LARGEST_INTEGER = 2**63 - 1
 
+TEXT: Final[frozenset[type]] = frozenset((str,))
+NULL: Final[frozenset[type]] = frozenset((type(None),))
+
 Reading = tuple[Any, "str | None"]
 """The canonical value, and why it differs from the written value (``None`` if it does not)."""
 
@@ -44,6 +47,8 @@ class Kind:
     """Whether ``"auto"``, which leaves the value to zerotune, is a value."""
     null: str | None = None
     """Value that ``null`` stands for; if ``None``, ``null`` leaves the key unset."""
+    rejected: frozenset[type] = frozenset()
+    """Types of written values that DeepSpeed rejects and ``read_into`` accepts."""
 
     why: ClassVar[str] = "is not an allowed value"
     """What is wrong with a value of another kind."""
@@ -88,12 +93,12 @@ class Kind:
             key: Path of the setting.
         """
         refuse_template(self, value, key)
-        if value is None and self.null is None:
-            log.decide(key, "null", None, "null is read as an unset key")
-            return None
-        result, reason = self.read(value, key)
+        unset = value is None and self.null is None
+        result, reason = (None, "null is read as an unset key") if unset else self.read(value, key)
         if reason is not None:
-            log.decide(key, value, result, reason)
+            if type(value) in self.rejected and result != AUTO:
+                reason = Rejected(f"{reason}; DeepSpeed rejects {'null' if unset else 'text'} here")
+            log.decide(key, "null" if unset else value, result, reason)
         return result
 
     def _read(self, value: Any, key: str) -> Reading:
