@@ -167,7 +167,6 @@ def _verbs(
     where: dict[str, Any] = {"world_size": ranks, "platform": chance.choice((None, machine))}
     yield "check", lambda: plan.check(**where)
     yield "explain", lambda: plan.explain(**where)
-    yield "explain_markdown", lambda: plan.explain_markdown(**where)
     yield "summary", lambda: json.dumps(plan.summary(**where), allow_nan=False)
     yield "normalised", lambda: _same(plan, plan.normalised())
     asked = {chance.choice([*KEYS, *SHORT_NAMES]): chance.choice(VALUES) for _ in range(2)}
@@ -194,7 +193,6 @@ def _verbs(
     yield "settle", lambda: found.append(OptimizerResolver().apply(resolved))
     settled = found[-1]
     yield "resolved.explain", settled.explain
-    yield "resolved.explain_markdown", settled.explain_markdown
     yield "resolved.summary", lambda: json.dumps(settled.summary(), allow_nan=False)
     yield "to_deepspeed", lambda: json.dumps(settled.to_deepspeed(), allow_nan=False)
     yield "digest", settled.digest
@@ -254,7 +252,7 @@ def _commands(
         ["check", str(file), "--json", *size],
         ["convert", str(file), "--to", chance.choice(formats)],
         ["convert", str(file), "--to", chance.choice(formats), "-o", f"out{case.suffix}"],
-        ["explain", str(file), chance.choice(("--json", "--markdown")), *size],
+        ["explain", str(file), *chance.choice((["--json"], [])), *size],
         ["explain", str(file), "--family", "sdxl", "--accelerator", "cuda"],
         ["diff", str(file), str(file)],
     )

@@ -468,6 +468,7 @@ def run_kind(name: str, count: int) -> None:
         calls=st.lists(st.sampled_from([c.__name__ for c in CALLS]), min_size=5, max_size=30),
     )
     @example(accumulation=1, calls=["train", "leave_out", "train", "train"])
+    @example(accumulation=1, calls=["forward", "backward", "clear_gradients", "clear_gradients"])
     @example(accumulation=2, calls=["train", "train", "leave_out", "train", "leave_out", "train"])
     def sequences(accumulation: int, calls: list[str]) -> None:
         play(name, accumulation, calls)

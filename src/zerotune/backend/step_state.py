@@ -303,7 +303,12 @@ class StepState:
         if not came or self._sealed:
             return
         with torch._C.DisableTorchFunctionSubclass():
-            elsewhere = [p for p in self._parameters if p.grad is None and id(p) in came]
+            elsewhere = [
+                p
+                for p in self._parameters
+                # DeepSpeed leaves gradients without elements where autograd puts them.
+                if p.grad is None and id(p) in came and (getattr(p, "ds_numel", None) or p.numel())
+            ]
             self._sealed = [*elsewhere, *self._masters] if elsewhere else []
             for each in self._sealed:
                 like = each.shape, each.dtype, each.device
@@ -323,12 +328,15 @@ class StepState:
             for each in sealed:
                 self._is_touched |= type(each.grad) is not kind
                 each.grad = None
-            self._is_touched |= any(each.grad is not None for each in self._parameters)
+            grads = (each.grad for each in self._parameters)
+            self._is_touched |= any(grad is not None and grad.numel() for grad in grads)
 
     def _unseal(self, *, check: bool) -> None:
         self.lift_seals()
         is_touched, self._is_touched = self._is_touched, False
         if check and is_touched:
+            # The next change is refused too.
+            self.seal_gradients()
             raise _elsewhere()
 
     def _accumulated(self, parameter: torch.Tensor) -> None:

@@ -837,11 +837,6 @@ class HostLayout(MasterLayout):
         self._places: dict[str, tuple[Unit, Member]] = {
             member.name: (unit, member) for unit in units for member in unit.members
         }
-        self._copies = {
-            member.name: member.parameter if unit.resident else unit.host
-            for unit in units
-            for member in unit.members
-        }
         self._versions = self._current_versions()
         super().__init__(
             addresses=addresses,
@@ -922,7 +917,11 @@ class HostLayout(MasterLayout):
     @property
     @override
     def weights(self) -> Mapping[str, torch.Tensor]:
-        return self._copies
+        # Not kept, because a closed unit gives its memory back.
+        return {
+            name: member.parameter if unit.resident else unit.host
+            for name, (unit, member) in self._places.items()
+        }
 
     @override
     def in_model(self, address: FragmentAddress) -> torch.Tensor | None:
