@@ -37,7 +37,7 @@ from zerotune.checkpoint.contents import (
     BUFFER,
     Counters,
     Part,
-    Piece,
+    Portion,
     RankContents,
     plain_data,
     shadow_key,
@@ -99,11 +99,11 @@ def convert(
 def _from_deepspeed(native: NativeCheckpoint, final: Path, saved: StateFolder) -> Path:
     counters = Counters(step=native.step, scalars={})
 
-    def pieces() -> Iterator[Piece]:
+    def portions() -> Iterator[Portion]:
         for each in native.parts():
             part = Part(name=each.name, start=each.start, numel=each.tensor.numel())
             subject = WEIGHTS if each.state is None else Subject(kind="optimizer", of=each.state)
-            yield Piece(subject=subject, part=part, tensor=each.tensor.float())
+            yield Portion(subject=subject, part=part, tensor=each.tensor.float())
 
     return _write_checkpoint(
         final,
@@ -116,7 +116,7 @@ def _from_deepspeed(native: NativeCheckpoint, final: Path, saved: StateFolder) -
         states=native.states,
         counters=dict.fromkeys(native.parameters, counters),
         buffers=native.buffers,
-        pieces=pieces,
+        portions=portions,
         saved=saved,
     )
 
@@ -131,14 +131,14 @@ def _from_accelerate(saved: StateFolder, final: Path, *, base: Path | None) -> P
         buffers = {name: reader.tensor(name) for name in shapes if adam and name not in adam}
         shapes = {name: shape for name, shape in shapes.items() if name not in buffers}
 
-        def pieces() -> Iterator[Piece]:
+        def portions() -> Iterator[Portion]:
             for name in shapes:
                 tensors = {WEIGHTS: reader.tensor(name)}
                 for state in states:
                     tensors[Subject(kind="optimizer", of=state)] = adam[name][state]
                 for subject, tensor in tensors.items():
                     part = Part(name=name, start=0, numel=tensor.numel())
-                    yield Piece(subject=subject, part=part, tensor=tensor.float().reshape(-1))
+                    yield Portion(subject=subject, part=part, tensor=tensor.float().reshape(-1))
 
         steps = {name: int(each["step"]) for name, each in adam.items()}
         step = max(steps.values(), default=0)
@@ -152,7 +152,7 @@ def _from_accelerate(saved: StateFolder, final: Path, *, base: Path | None) -> P
             states=states,
             buffers=buffers,
             counters={name: Counters(step=count, scalars={}) for name, count in steps.items()},
-            pieces=pieces,
+            portions=portions,
             saved=saved,
         )
 
@@ -160,14 +160,14 @@ def _from_accelerate(saved: StateFolder, final: Path, *, base: Path | None) -> P
 def _from_model(reader: ModelFolderReader, final: Path) -> Path:
     shapes = {name: stored.shape for name, stored in reader.tensors.items()}
 
-    def pieces() -> Iterator[Piece]:
+    def portions() -> Iterator[Portion]:
         for name in shapes:
             tensor = reader.tensor(name).float()
             part = Part(name=name, start=0, numel=tensor.numel())
-            yield Piece(subject=WEIGHTS, part=part, tensor=tensor)
+            yield Portion(subject=WEIGHTS, part=part, tensor=tensor)
 
     return _write_checkpoint(
-        final, origin="a model folder", model=reader.config, shapes=shapes, pieces=pieces
+        final, origin="a model folder", model=reader.config, shapes=shapes, portions=portions
     )
 
 
@@ -198,7 +198,7 @@ def _write_checkpoint(
     final: Path,
     *,
     shapes: Mapping[str, tuple[int, ...]],
-    pieces: Callable[[], Iterator[Piece]],
+    portions: Callable[[], Iterator[Portion]],
     states: tuple[str, ...] = (),
     saved: StateFolder | None = None,
     counters: Mapping[str, Counters] | None = None,
@@ -210,7 +210,7 @@ def _write_checkpoint(
     Args:
         final: Path of the checkpoint.
         shapes: Shapes of the weights.
-        pieces: Yields weights and optimizer states.
+        portions: Yields weights and optimizer states.
         states: Names of the optimizer's states.
         saved: The folder that was read, with EMA weights and other files beside the model.
         counters: Counters of the optimizer.
@@ -250,13 +250,13 @@ def _write_checkpoint(
         **fields,
     )
 
-    def everything() -> Iterator[Piece]:
-        yield from pieces()
+    def everything() -> Iterator[Portion]:
+        yield from portions()
         if averages is None:
             return
         for part in whole.values():
             average = averages.reader.tensor(part.name).float().reshape(-1)
-            yield Piece(subject=_AVERAGE, part=part, tensor=average)
+            yield Portion(subject=_AVERAGE, part=part, tensor=average)
 
     written = Writing(
         group=ProcessGroup.alone(),
@@ -264,7 +264,7 @@ def _write_checkpoint(
         draft=draft,
         filing=filing,
         contents=contents,
-        pieces=everything,
+        portions=everything,
         # Convert the source unchanged; the manifest lists tensors that are not finite.
         allow_not_finite=True,
     ).run()
