@@ -291,7 +291,7 @@ class TestThisMachine:
     def test_doctor_saves_the_rates_it_measures(self, tmp_path, monkeypatch, capsys):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         monkeypatch.setattr(
-            "zerotune.backend.rates.measure_rates", lambda: {"products": 1.5e12, "host_step": 2e10}
+            "zerotune.backend.measure_rates", lambda: {"products": 1.5e12, "host_step": 2e10}
         )
         parser = argparse.ArgumentParser()
         doctor.configure(parser)

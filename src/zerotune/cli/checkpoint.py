@@ -114,14 +114,13 @@ class _Verify(Below):
     configure = staticmethod(_add_path)
 
     def run(self) -> int:
-        from zerotune.checkpoint.files import find_damage
-        from zerotune.checkpoint.folders import find_checkpoint
+        from zerotune.checkpoint import files, folders
 
-        folder, manifest = find_checkpoint(self.arguments.path)
-        damage = find_damage(folder, manifest)
+        folder, manifest = folders.find_checkpoint(self.arguments.path)
+        damage = files.find_damage(folder, manifest)
         if self.arguments.json:
-            files = [{"file": each.key, "reason": each.reason} for each in damage]
-            print_json({"path": str(folder), "whole": not damage, "damage": files})
+            bad = [{"file": each.key, "reason": each.reason} for each in damage]
+            print_json({"path": str(folder), "whole": not damage, "damage": bad})
         elif damage:
             print_text("\n".join(f"{each.key}: {each.reason}" for each in damage))
         else:

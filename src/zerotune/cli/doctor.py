@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import attrs
 
+from zerotune import backend
 from zerotune._util.table import Block, Line, Page, Table
 from zerotune._util.text import format_size
 from zerotune.backend.ops import OpStatus, build_op, check_op_name, extensions_folder, op_report
@@ -52,8 +53,6 @@ class Checkup:
     @classmethod
     def of(cls, platform: Platform) -> Checkup:
         """Examine this machine; ``platform`` must also describe this machine."""
-        from zerotune.backend.step.kernel import host_step_status
-
         toolchain = detect_toolchain()
         found = cls(platform=platform, toolchain=toolchain)
         if not platform.deepspeed.available:
@@ -62,7 +61,7 @@ class Checkup:
             ops = op_report(toolchain=toolchain)
         except ZeroTuneError as error:
             return attrs.evolve(found, ops_problem=str(error))
-        own, folder = host_step_status(toolchain=toolchain), str(extensions_folder())
+        own, folder = backend.host_step_status(toolchain=toolchain), str(extensions_folder())
         return attrs.evolve(found, ops=ops, own_op=own, ops_folder=folder)
 
     @property
@@ -200,10 +199,8 @@ def run(arguments: argparse.Namespace) -> int:
         proven = _prove(platform) if arguments.prove else True
         checkup = Checkup.of(platform)
         if arguments.rates:
-            from zerotune.backend.rates import measure_rates
-
             sys.stderr.write("measuring rates for a few seconds ...\n")
-            rates_file = store_rates(platform, measure_rates())
+            rates_file = store_rates(platform, backend.measure_rates())
     rates = known_rates(platform)
     if arguments.json:
         told = {name: (getattr(rates, name), rates.source(name)) for name in RATE_NAMES}
@@ -231,12 +228,11 @@ def _build(wanted: Collection[str], platform: Platform) -> None:
 
 def _prove(platform: Platform) -> bool:
     """Run the checks, save the results, and return whether every fast path passes."""
-    from zerotune.backend.proof import store_proof
     from zerotune.training.proving import prove
 
     sys.stderr.write("proving the fast paths for a few seconds ...\n")
     proof = prove(platform=platform)
-    kept = store_proof(proof)
+    kept = backend.store_proof(proof)
     sys.stderr.write(f"proof saved in {kept}\n" if kept else "the proof could not be saved\n")
     if kept and proof.failed:
         sys.stderr.write(f"report this failure with the file {kept}\n")
@@ -246,10 +242,9 @@ def _prove(platform: Platform) -> bool:
 def _proof_data(platform: Platform) -> dict[str, Any]:
     if "torch" not in platform.versions:
         return {}
-    from zerotune.backend.proof import PATHS, Combination, load_proof, why_unproven
-
-    proof = load_proof(Combination.here(platform.accelerator))
-    unproven = {path: why_unproven(path, accelerator=platform.accelerator) for path in PATHS}
+    kind = platform.accelerator
+    proof = backend.load_proof(backend.Combination.here(kind))
+    unproven = {path: backend.why_unproven(path, accelerator=kind) for path in backend.PATHS}
     data = {"problem": proof} if isinstance(proof, str) else proof.to_dict()
     return {**data, "unproven": {path: why for path, why in unproven.items() if why is not None}}
 
@@ -259,9 +254,7 @@ def _proof_rows(platform: Platform) -> Iterator[tuple[str, str]]:
     if "problem" in data:
         yield "proof", next(iter(data["unproven"].values()))
     elif data:
-        from zerotune.backend.proof import PATHS
-
-        yield from ((path, data["unproven"].get(path, "proven")) for path in PATHS)
+        yield from ((path, data["unproven"].get(path, "proven")) for path in backend.PATHS)
         of = data["combination"]
         yield "proof", f"{len(data['checks'])} checks, {data['finished']}"
         yield "proof of", f"{of['device']}, driver {of['driver']}, torch {of['torch']}"

@@ -15,6 +15,7 @@ from zerotune._util.text import counted, format_size
 from zerotune.cli import print_text
 from zerotune.cli.plan import add_update, at_least_one
 from zerotune.cli.reports import LORA_HELP, add_family, add_machine, machine_of, model_of
+from zerotune.diffusion import data
 from zerotune.errors import DataError, InvalidValueError, NothingFitsError, PlanFileError
 from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.families import ModelFamily
@@ -184,13 +185,11 @@ def _advice(arguments: argparse.Namespace, model: ModelFamily) -> Advice:
 
 def _images(folder: str) -> tuple[int, list[str]]:
     """Return the number of images, and their captions without duplicates."""
-    from zerotune.diffusion.data import ImageFolder
-
     path = Path(folder).expanduser()
     if not path.is_dir():
         raise InvalidValueError("is not a folder", "pass a folder of images", "--photos", folder)
     try:
-        images = ImageFolder(path, check="header")
+        images = data.ImageFolder(path, check="header")
     except DataError as error:
         raise DataError(error.reason, error.fix, "--photos", folder) from error
     captions = dict.fromkeys(images.item(index).caption.strip() for index in range(len(images)))

@@ -189,19 +189,9 @@ def model_of(arguments: argparse.Namespace) -> ModelFamily:
     if ":" not in name:
         return model_family(name)
     from zerotune.diffusion.facts import family_facts
-    from zerotune.diffusion.known_families import named_family
-    from zerotune.diffusion.models.pipeline_family import PipelineFamily
 
-    kind = named_family(name)
-    if not issubclass(kind, PipelineFamily):
-        raise InvalidValueError(
-            "has a hand-written forward pass, so the model's inputs are unknown",
-            "describe the model with ModelFacts in Python (docs/own-model.md)",
-            "--family",
-            name,
-        )
     folder = arguments.model
-    return family_facts(kind, folder=folder if folder and Path(folder).is_dir() else None)
+    return family_facts(name, folder=folder if folder and Path(folder).is_dir() else None)
 
 
 def _draw_chart(

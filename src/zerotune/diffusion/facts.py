@@ -21,6 +21,7 @@ import torch
 from zerotune._util.files import write_atomically
 from zerotune._util.text import json_of
 from zerotune.diffusion.activations import ActivationOffload
+from zerotune.diffusion.known_families import named_family
 from zerotune.diffusion.models.declared import family_of_model
 from zerotune.diffusion.models.family import parameters_of
 from zerotune.diffusion.models.pipeline import Blueprint, pipeline_class, pipeline_name
@@ -286,19 +287,21 @@ def count_facts(
 
 
 def family_facts(
-    kind: type[PipelineFamily], *, folder: str | os.PathLike[str] | None = None
+    kind: type[PipelineFamily] | str, *, folder: str | os.PathLike[str] | None = None
 ) -> ModelFamily:
     """Return the facts that planning needs about a custom family.
 
     Args:
-        kind: The family.
+        kind: The family, or its name: ``module:Class``.
         folder: Pipeline folder that contains the model's configuration; without a folder, the
             default configuration of the class ``kind.model`` is used.
 
     Raises:
-        InvalidValueError: ``kind.model`` is empty, and ``folder`` is ``None``.
+        InvalidValueError: No family has this name; or its ``model`` is empty, and ``folder`` is
+            ``None``.
         MissingDependencyError: The pipeline needs transformers, which is not installed.
     """
+    kind = named_family(kind) if isinstance(kind, str) else kind
     if folder is None and not kind.model:
         raise InvalidValueError(
             "does not name the model's class",

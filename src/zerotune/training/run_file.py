@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Final, cast
 
 import attrs
 
+import zerotune
 from zerotune.decisions import Decision, Log, raise_all
 from zerotune.errors import UNSET, InvalidValueError, PlanFileError, ZeroTuneError
 from zerotune.plan.context import UPDATES, UpdateName
@@ -257,10 +258,7 @@ class RunFile(Section):
                 "family",
                 self.family,
             )
-        # Loads torch, which reading a file does not need.
-        from zerotune.diffusion.facts import model_facts
-
-        return model_facts(found)
+        return zerotune.model_facts(found)
 
 
 # -- Reading the file.
