@@ -8,6 +8,7 @@ import sys
 import jsonschema
 import pytest
 import yaml
+from PIL import Image
 
 from zerotune.errors import CheckpointError, PlanFileError, ZeroTuneError
 from zerotune.plan.plan import DeepSpeedPlan
@@ -121,6 +122,37 @@ def test_the_advice_is_for_the_images_that_the_run_trains_on(tmp_path):
     content = {**without, "family": "sd15", "data": {"folder": "photos"}}
     work = RunFile.load(written(tmp_path, content)).chosen_plan().estimate.workload
     assert (work.height, work.width) == (1024, 1024)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"), [("bf16", ""), ("nf4", " on nf4"), ("int8", " on int8")]
+)
+def test_the_dtype_of_the_frozen_weights_reaches_the_advice(tmp_path, dtype, name):
+    without = {key: value for key, value in RUN.items() if key != "plan"}
+    content = {**without, "family": "sd15", "adapters": {"rank": 8, "base_dtype": dtype}}
+    model = RunFile.load(written(tmp_path, content)).chosen_plan().resolved.model
+    assert model.name.endswith(f"adapters of rank 8{name}")
+
+
+@pytest.mark.parametrize("dtype", ["nf4", "fp4", "int8"])
+def test_frozen_weights_are_quantized_while_they_are_read(tmp_path, monkeypatch, dtype):
+    asked = []
+
+    def configuration(**told):
+        return asked.append(told)
+
+    def read(*_, **settings):
+        raise FloatingPointError(str("quantization" in settings))
+
+    (tmp_path / "photos").mkdir()
+    Image.new("RGB", (16, 16)).save(tmp_path / "photos" / "0.png")
+    monkeypatch.setattr("diffusers.BitsAndBytesConfig", configuration)
+    monkeypatch.setattr("zerotune.training.run.load_pretrained", read)
+    run = RunFile.load(written(tmp_path, {**RUN, "adapters": {"rank": 8, "base_dtype": dtype}}))
+    with pytest.raises(FloatingPointError, match="True"):
+        train(run)
+    (told,) = asked
+    assert told.get("bnb_4bit_quant_type", "int8") == dtype
 
 
 def test_the_update_reaches_the_advice(tmp_path):

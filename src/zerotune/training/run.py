@@ -9,6 +9,7 @@ from zerotune.diffusion import LoRA, add_lora, encode_dataset
 from zerotune.diffusion.activations import ActivationOffload
 from zerotune.diffusion.data import AspectBuckets, Augmentation, ImageFolder, PreparedImages
 from zerotune.diffusion.pretrained import Pretrained, load_pretrained
+from zerotune.errors import MissingDependencyError
 from zerotune.plan.context import UpdateName
 from zerotune.plan.plan import Advice
 from zerotune.training.progress import ProgressBar
@@ -43,7 +44,10 @@ def train(run: RunFile) -> Report:
     check_replaceable(run.place / name)
     plan, images = run.chosen_plan(), _images(run)
     loaded = load_pretrained(
-        run.source(), plan=plan.plan if isinstance(plan, Advice) else plan, family=run.family
+        run.source(),
+        plan=plan.plan if isinstance(plan, Advice) else plan,
+        family=run.family,
+        quantization=_quantization(run),
     )
     data = _encoded(run, loaded, images)
     recompute = "auto" if run.gradient_checkpointing is None else run.gradient_checkpointing
@@ -66,6 +70,27 @@ def train(run: RunFile) -> Report:
     return report
 
 
+def _quantization(run: RunFile) -> Any:
+    """Return diffusers' configuration that quantizes the frozen weights, if the run asks for it."""
+    kind = None if run.adapters is None else run.adapters.storage
+    if kind is None:
+        return None
+    import diffusers
+
+    told: dict[str, Any] = {"load_in_8bit": True}
+    if kind != "int8":
+        told = {"load_in_4bit": True, "bnb_4bit_quant_type": kind}
+    try:
+        return diffusers.BitsAndBytesConfig(**told)
+    except ImportError as error:
+        raise MissingDependencyError(
+            "this quantization needs bitsandbytes, which is not installed",
+            "run pip install 'zerotune[optimizers]'",
+            "adapters.base_dtype",
+            kind,
+        ) from error
+
+
 def _images(run: RunFile) -> PreparedImages:
     data = run.data or Data()
     side = data.resolution or DEFAULT_SIDE
@@ -83,7 +108,7 @@ def _encoded(run: RunFile, loaded: Pretrained, images: PreparedImages) -> Any:
     if run.adapters is not None:
         targets = run.adapters.targets or family.lora_targets
         adapters = LoRA(rank=run.adapters.rank or DEFAULT_RANK, targets=targets)
-        add_lora(loaded.model, adapters, base_dtype=run.adapters.base_dtype or "bf16")
+        add_lora(loaded.model, adapters, base_dtype=None if run.adapters.storage else "bf16")
     return encode_dataset(images, family=family, folder=run.place / "cache")
 
 

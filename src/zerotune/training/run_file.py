@@ -85,10 +85,15 @@ class Adapters(Section):
 
     rank: int | None = setting(_WHOLE)
     """Rank of each adapter."""
-    base_dtype: str | None = setting(Choice(choices=("bf16", "nf4", "fp4", "int8", "fp8")))
-    """Dtype of the frozen weights. Default: bf16."""
+    base_dtype: str | None = setting(Choice(choices=("bf16", "nf4", "fp4", "int8")))
+    """Dtype of the frozen weights, quantized with bitsandbytes unless it is bf16. Default: bf16."""
     targets: list[str] | None = setting(Texts())
     """Names of the layers to adapt. Default: the family's attention projections."""
+
+    @property
+    def storage(self) -> str | None:
+        """Quantization of the frozen weights; ``None`` for bf16."""
+        return None if self.base_dtype == "bf16" else self.base_dtype
 
 
 @attrs.frozen(kw_only=True)
@@ -240,7 +245,7 @@ class RunFile(Section):
             self._facts(),
             resolution=(self.data and self.data.resolution) or DEFAULT_SIDE,
             lora=None if adapters is None else adapters.rank or DEFAULT_RANK,
-            base_dtype=None if adapters is None else adapters.base_dtype,
+            base_dtype=None if adapters is None else adapters.storage,
             optimizer={"type": "AdamW", "params": {"lr": rate, "weight_decay": 0.01}},
             ema="none" if self.ema is None else "host",
             update=cast(UpdateName | None, self.update),
