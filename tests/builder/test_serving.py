@@ -44,7 +44,7 @@ def test_a_plan_outside_the_root_is_refused(tmp_path, capsys):
     assert "outside" in capsys.readouterr().err
 
 
-SERVERS = ("zerotune.builder.app", "zerotune.builder.serving")
+SERVERS = tuple(f"zerotune.builder.{name}" for name in ("api", "app", "pages", "security", "serving"))
 
 
 @pytest.mark.parametrize("missing", ["starlette", "jinja2", "uvicorn"])
@@ -53,6 +53,8 @@ def test_a_missing_extra_is_named(missing, monkeypatch, capsys):
         if name == missing or name.startswith(f"{missing}.") or name in SERVERS:
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
+    # Without the error, the builder would serve for ever.
+    monkeypatch.setattr("socket.socket.listen", None)
     assert main(["builder", "--no-browser", "--port", "0"]) == 2
     assert "zerotune[builder]" in capsys.readouterr().err
 
