@@ -44,7 +44,9 @@ def test_a_plan_outside_the_root_is_refused(tmp_path, capsys):
     assert "outside" in capsys.readouterr().err
 
 
-SERVERS = tuple(f"zerotune.builder.{name}" for name in ("api", "app", "pages", "security", "serving"))
+SERVERS = tuple(
+    f"zerotune.builder.{name}" for name in ("api", "app", "pages", "security", "serving")
+)
 
 
 @pytest.mark.parametrize("missing", ["starlette", "jinja2", "uvicorn"])
