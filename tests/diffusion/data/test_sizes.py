@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 
@@ -10,7 +11,7 @@ from PIL import Image
 
 from tests.diffusion.data import workers
 from tests.support.ranks import run_ranks
-from zerotune.diffusion.data import ClipFolder, HuggingFaceImages, ImageFolder, sources
+from zerotune.diffusion.data import ClipFolder, HuggingFaceImages, ImageFolder, images, sources
 from zerotune.diffusion.data.images import image_size
 from zerotune.errors import DataError
 
@@ -199,3 +200,54 @@ def test_the_size_is_that_of_the_upright_image(tmp_path, photos, kind, orientati
     expected = (28, 40) if orientation > 4 else (40, 28)
     for check in ("whole", "header"):
         assert image_size(file, check) == image_size(file.read_bytes(), check) == expected
+
+
+PLAIN = [{}, {"progressive": True}, {"quality": 20, "comment": b"c"}, {"restart_marker_rows": 1}]
+
+
+def jpeg(mode="RGB", **how):
+    file = io.BytesIO()
+    Image.effect_noise((48, 32), 90).convert(mode).save(file, "JPEG", **how)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("how", [*PLAIN, {"mode": "L"}, {"mode": "CMYK"}], ids=str)
+def test_the_size_of_a_plain_jpeg_file_is_read_without_pillow(how, tmp_path, monkeypatch):
+    (tmp_path / "a.jpg").write_bytes(jpeg(**how))
+    with monkeypatch.context() as patched:
+        patched.setattr(images, "_open", None)
+        assert image_size(jpeg(**how), "header") == (48, 32)
+        assert image_size(tmp_path / "a.jpg", "header") == (48, 32)
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_jpeg_files_with_an_orientation_are_read_upright(orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    content = jpeg(exif=exif)
+    assert image_size(content, "header") == image_size(content, "whole")
+
+
+def test_a_jpeg_file_with_a_damaged_header_is_judged_as_pillow_judges_it(monkeypatch):
+    content = jpeg()
+    start, frame = content.index(b"\xff\xda"), content.index(b"\xff\xc0")
+    changed = [
+        *(content[:length] for length in range(0, start, 7)),
+        *(content[: frame + at] + b"\0" + content[frame + at + 1 :] for at in range(10)),
+        content.replace(b"\xff\xdb", b"\xff\xb0"),
+        b"\xff\xd8" + content[start:],
+        content,
+    ]
+
+    def judged():
+        for each in changed:
+            try:
+                yield image_size(each, "header")
+            except images.readable_errors():
+                yield None
+
+    ours = list(judged())
+    monkeypatch.setattr(images, "_size_of_jpeg", lambda _: None)
+    assert ours == list(judged())
+    assert ours.count(None) > 50
+    assert ours[-1] == (48, 32)

@@ -1,4 +1,4 @@
-# ruff: noqa: PTH112, PTH113, PTH118, PTH122, PTH123  (``Path`` takes most of the time that opening a
+# ruff: noqa: PTH118, PTH122, PTH123  (``Path`` takes most of the time that opening a
 # folder of many thousands of images may take)
 """A folder of images with captions in text files, ``metadata.jsonl`` or ``metadata.csv``."""
 
@@ -9,6 +9,7 @@ import io
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
@@ -159,16 +160,29 @@ class TextBeside:
         Raises:
             DataError: A text file is not UTF-8.
         """
-        found = {}
-        # Strings, because a folder may hold many thousands of images and ``Path`` is slow.
+        found, listed, above = {}, _Listed(root), str(root)
         for name in names:
-            place = os.path.join(root, name)
+            place, last = os.path.split(name)
+            there = listed[place]
             # A folder's name has no extension: "take.2" is the whole name.
-            stem = place if os.path.isdir(place) else os.path.splitext(place)[0]
-            beside = stem + self.suffix
-            if os.path.isfile(beside):
-                found[name] = captions_in(_read_utf8(beside), self.words)
+            beside = (last if there.get(last) else os.path.splitext(last)[0]) + self.suffix
+            if there.get(beside) is False:
+                text = _read_utf8(os.path.join(above, place, beside))
+                found[name] = captions_in(text, self.words)
         return found
+
+
+class _Listed(dict[str, dict[str, bool]]):
+    """Names in each folder, and whether they are folders or files; each folder is read once."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def __missing__(self, place: str) -> dict[str, bool]:
+        there = self[place] = {}
+        with suppress(FileNotFoundError), os.scandir(self._root / place) as found:
+            there |= {one.name: one.is_dir() for one in found if one.is_dir() or one.is_file()}
+        return there
 
 
 @attrs.frozen(kw_only=True)
@@ -369,10 +383,11 @@ def caption_files(root: Path) -> tuple[CaptionFiles, tuple[Decision, ...]]:
 def _read_utf8(path: str | Path) -> str:
     try:
         with (
-            system_errors(DataError, Path(path), "this caption file cannot be read"),
-            open(path, encoding="utf-8-sig") as file,
+            system_errors(DataError, path, "this caption file cannot be read"),
+            open(path, "rb", buffering=0) as file,
         ):
-            return file.read()
+            text = file.read().decode("utf-8-sig")
+        return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
     except UnicodeDecodeError as error:
         raise DataError(
             f"is not valid UTF-8 (byte {error.start})", "save the file as UTF-8", Path(path).name

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import hashlib
 import itertools
-import json
 import logging
 import os
 import sqlite3
@@ -82,7 +81,7 @@ class SizeIndex:
                 read every time.
         """
         self._stamps = {
-            name: None if stamp is None else json.dumps(stamp) for name, stamp in stamps.items()
+            name: None if stamp is None else str(stamp) for name, stamp in stamps.items()
         }
         try:
             if self._path is not None:
