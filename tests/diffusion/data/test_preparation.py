@@ -19,6 +19,7 @@ from zerotune.diffusion.data import (
     PreparedImages,
     TagShuffle,
     TextBeside,
+    preparation,
 )
 from zerotune.diffusion.data.order import Draw
 from zerotune.errors import InvalidValueError
@@ -260,3 +261,16 @@ def test_real_files_stream_once_per_epoch_and_resume_with_their_flips(folder):
 def same(batch, other):
     assert batch["captions"] == other["captions"]
     torch.testing.assert_close(batch["images"], other["images"], rtol=0, atol=0)
+
+
+def test_an_image_without_augmentation_is_neither_copied_nor_seeded(tmp_path, monkeypatch):
+    Image.effect_noise((40, 40), 60).convert("RGB").save(tmp_path / "a.jpg")
+    (tmp_path / "a.txt").write_text("noise")
+    dataset = PreparedImages(ImageFolder(tmp_path), buckets=AspectBuckets(area=32 * 32, step=8))
+    expected = dataset[0]
+    monkeypatch.setattr(preparation, "derive_seed", None)
+    monkeypatch.setattr(Image.Image, "convert", None)
+    found = dataset[0]
+    assert found["captions"] == "noise"
+    assert found["images"].equal(expected["images"])
+    assert found["target_sizes"].tolist() == [32, 32]

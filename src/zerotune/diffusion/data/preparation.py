@@ -77,7 +77,7 @@ class Preparation:
             background = pillow("Image").new("RGBA", image.size, self.alpha)
             image = pillow("Image").alpha_composite(background, image)
         kind = pillow("Image").Resampling[self.resampling.upper()]
-        resized = image.convert("RGB").resize(placement.resized, kind)
+        resized = as_rgb(image).resize(placement.resized, kind)
         left, top = (excess // 2 for excess in placement.excess)
         bucket = placement.bucket
         return resized.crop((left, top, left + bucket.width, top + bucket.height))
@@ -150,7 +150,7 @@ class Augmentation:
         Args:
             draw: Index of the image and number of its previous uses.
         """
-        return self._chance("flip", draw) < self.flip
+        return self._happens(self.flip, "flip", draw)
 
     def drops_caption(self, draw: Draw) -> bool:
         """Return whether the caption is replaced with the empty text.
@@ -158,7 +158,7 @@ class Augmentation:
         Args:
             draw: Index of the image and number of its previous uses.
         """
-        return self._chance("caption", draw) < self.caption_dropout
+        return self._happens(self.caption_dropout, "caption", draw)
 
     def words(self, captions: Sequence[str], draw: Draw) -> str:
         """Return the caption for one use of an image; empty if the caption is dropped.
@@ -175,8 +175,9 @@ class Augmentation:
         captions = captions or ("",)
         turn, place = divmod(draw.epoch, len(captions))
         order = list(range(len(captions)))
-        seed = derive_seed(self.seed, "captions", turn, draw.index)
-        random.Random(seed).shuffle(order)  # noqa: S311 - an order, and no secret
+        if len(order) > 1:
+            seed = derive_seed(self.seed, "captions", turn, draw.index)
+            random.Random(seed).shuffle(order)  # noqa: S311 - an order, and no secret
         return self._arranged(captions[order[place]], draw.index, order[place], turn)
 
     def all_words(self, captions: Sequence[str], index: int) -> Iterator[str]:
@@ -218,8 +219,11 @@ class Augmentation:
         words = f"{self.prefix}{caption}{self.suffix}"
         return words if caption else words.strip(_BETWEEN_WORDS)
 
-    def _chance(self, purpose: str, draw: Draw) -> float:
-        return derive_seed(self.seed, purpose, draw.epoch, draw.index) / 2**63
+    def _happens(self, chance: float, purpose: str, draw: Draw) -> bool:
+        # Small images are read as fast as numbers are drawn, so none is drawn without need.
+        return chance > 0 and (
+            derive_seed(self.seed, purpose, draw.epoch, draw.index) / 2**63 < chance
+        )
 
 
 class PreparedImages:
@@ -421,16 +425,18 @@ def micro_conditioning(placement: Placement, *, flipped: bool) -> dict[str, torc
     bucket = placement.bucket
     left, top = (excess // 2 for excess in placement.excess)
     left = placement.excess[0] - left if flipped else left
-    return {
-        "original_sizes": torch.tensor([height, width]),
-        "crop_corners": torch.tensor([top, left]),
-        "target_sizes": torch.tensor([bucket.height, bucket.width]),
-    }
+    rows = torch.tensor([[height, width], [top, left], [bucket.height, bucket.width]])
+    return dict(zip(("original_sizes", "crop_corners", "target_sizes"), rows.unbind(), strict=True))
+
+
+def as_rgb(image: Image) -> Image:
+    """Return an image in RGB, itself if it is (Pillow would copy it)."""
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def to_tensor(image: Image) -> torch.Tensor:
     """Convert an RGB image to a tensor (3, h, w) in [-1, 1]."""
     import numpy as np
 
-    values = torch.from_numpy(np.array(image.convert("RGB"), dtype=np.uint8))
+    values = torch.from_numpy(np.array(as_rgb(image)))
     return values.permute(2, 0, 1).contiguous().float().div_(127.5).sub_(1)
