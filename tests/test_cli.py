@@ -208,11 +208,17 @@ class TestVerdict:
         assert not found.healthy
         assert "cannot be offloaded: cpu_adam: no C++ compiler is installed." in found.verdict
 
-    def test_a_deepspeed_that_fails_to_import_is_the_verdict(self):
-        found = checkup(ops=(), ops_problem="deepspeed cannot be imported: OSError: x.")
+    def test_a_deepspeed_that_fails_to_import_is_the_verdict(self, monkeypatch):
+        def fail(**_):
+            raise PlatformError("deepspeed cannot be imported: OSError: x")
+
+        monkeypatch.setattr(doctor, "op_report", fail)
+        found = Checkup.of(Platform.synthetic())
 
         assert not found.healthy
-        assert "OSError: x" in found.verdict
+        assert found.verdict == (
+            "DeepSpeed does not run here: deepspeed cannot be imported: OSError: x."
+        )
 
 
 class TestOutput:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import redirect_stdout
 from typing import Any, Final
 
 import attrs
 
 from zerotune import backend
-from zerotune._util.table import Block, Line, Page, Table
+from zerotune._util.table import Block, Line, Page, Row, Table
 from zerotune._util.text import format_size
 from zerotune.backend.ops import OpStatus, build_op, check_op_name, extensions_folder, op_report
 from zerotune.cli import print_json, print_page
@@ -21,18 +21,16 @@ from zerotune.plan.memory.rates import RATE_NAMES, Rates, known_rates, store_rat
 from zerotune.platform import Platform, detect_platform
 from zerotune.platform.toolchain import Toolchain, detect_toolchain
 
-_STATE_STYLES: Final = {
-    "installed": "good",
-    "built": "good",
-    "buildable": "pending",
-    "stale": "warning",
-    "locked": "bad",
-    "blocked": "bad",
-    "absent": "faint",
-}
 _PACKAGES: Final = ("python", "torch", "deepspeed", "accelerate", "diffusers")
+_USABLE, _UNUSABLE = ("built", "installed"), ("blocked", "locked")
 _LABEL_CHARACTERS: Final = 15
-_PATH_CHARACTERS: Final = 20
+_FLAGS: Final = {
+    "json": "print everything as JSON",
+    "rates": "measure how fast this machine computes and moves bytes, for predictions",
+    "prove": "compare the fast paths with DeepSpeed's own step; a device uses them only after that",
+    "allow-rocm": "allow DeepSpeed on ROCm (untested)",
+    "allow-mps": "allow DeepSpeed on Apple GPUs",
+}
 
 
 @attrs.frozen(kw_only=True)
@@ -42,33 +40,29 @@ class Checkup:
     platform: Platform
     toolchain: Toolchain
     ops: tuple[OpStatus, ...] = ()
-    """State of DeepSpeed's ops; empty if DeepSpeed does not run."""
-    own_op: OpStatus | None = None
-    """State of zerotune's op; ``None`` if DeepSpeed does not run."""
+    """State of DeepSpeed's ops and of zerotune's; empty if DeepSpeed does not run."""
     ops_folder: str | None = None
     """Folder of all compiled ops; ``None`` if DeepSpeed does not run."""
-    ops_problem: str | None = None
-    """Why the state of DeepSpeed's ops is unknown; ``None`` if it is known."""
 
     @classmethod
     def of(cls, platform: Platform) -> Checkup:
         """Examine this machine; ``platform`` must also describe this machine."""
         toolchain = detect_toolchain()
-        found = cls(platform=platform, toolchain=toolchain)
-        if not platform.deepspeed.available:
+        found, support = cls(platform=platform, toolchain=toolchain), platform.deepspeed
+        if not support.available:
             return found
         try:
             ops = op_report(toolchain=toolchain)
         except ZeroTuneError as error:
-            return attrs.evolve(found, ops_problem=str(error))
-        own, folder = backend.host_step_status(toolchain=toolchain), str(extensions_folder())
-        return attrs.evolve(found, ops=ops, own_op=own, ops_folder=folder)
+            broken = attrs.evolve(support, available=False, reason=error.reason, fix=error.fix)
+            return attrs.evolve(found, platform=attrs.evolve(platform, deepspeed=broken))
+        ops += (backend.host_step_status(toolchain=toolchain),)
+        return attrs.evolve(found, ops=ops, ops_folder=str(extensions_folder()))
 
     @property
     def healthy(self) -> bool:
         """Whether DeepSpeed runs and can offload the optimizer."""
-        known = self.platform.deepspeed.available and self.ops_problem is None
-        return known and self._cpu_adam is None
+        return self.platform.deepspeed.available and self._cpu_adam is None
 
     @property
     def verdict(self) -> str:
@@ -77,8 +71,6 @@ class Checkup:
         if not support.available:
             advice = "" if support.fix is None else f" Fix: {support.fix}."
             return f"DeepSpeed does not run here: {support.reason}.{advice}"
-        if self.ops_problem is not None:
-            return f"DeepSpeed does not run here: {self.ops_problem}"
         if self._cpu_adam is not None:
             why = f"cpu_adam: {self._cpu_adam.cause}."
             return f"{support.reason}, but the optimizer cannot be offloaded: {why}"
@@ -110,9 +102,8 @@ class Checkup:
                 (name, platform.versions.get(name, "not installed")) for name in _PACKAGES
             ),
             "Toolchain": _table(_toolchain_rows(self.toolchain, self.ops_folder)),
-            "DeepSpeed ops": _ops_table(self.ops),
-            "Own op": _ops_table(filter(None, [self.own_op])),
-            "Fast paths": _table(_proof_rows(platform), label=_PATH_CHARACTERS),
+            "Ops": _ops_table(self.ops),
+            "Fast paths": _table(_proof_rows(platform)),
             "Rates": _table([] if rates is None else _rate_rows(rates)),
             "Decisions": _table((one.severity, str(one)) for one in platform.decisions),
         }
@@ -133,9 +124,7 @@ def _platform_rows(here: Platform) -> Iterator[tuple[str, str]]:
         version = ".".join(map(str, device.capability or ()))
         capability = f", capability {version}" if version else ""
         yield f"device {index}", f"{device.name}, {format_size(device.total_memory)}{capability}"
-    bf16, fp16 = ("yes" if works else "no" for works in (here.bf16, here.fp16))
-    yield "precision", f"bf16 {bf16}, fp16 {fp16}"
-    yield "DeepSpeed", here.deepspeed.reason
+    yield "precision", ", ".join(("bf16",) * here.bf16 + ("fp16",) * here.fp16 + ("fp32",))
     yield "torch built for", here.torch_build or "unknown"
 
 
@@ -158,27 +147,14 @@ def _toolchain_rows(here: Toolchain, ops: str | None) -> Iterator[tuple[str, str
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    for name, about in _FLAGS.items():
+        parser.add_argument(f"--{name}", action="store_true", help=about)
     parser.add_argument(
         "--build",
         nargs="*",
         metavar="OP",
         help="compile the named DeepSpeed ops that can be compiled and are not yet; default: all",
     )
-    parser.add_argument(
-        "--rates",
-        action="store_true",
-        help="measure how fast this machine computes and moves bytes, for predictions",
-    )
-    parser.add_argument(
-        "--prove",
-        action="store_true",
-        help="compare the fast paths with DeepSpeed's own step; a device uses them only after that",
-    )
-    for name, where in (("rocm", "ROCm (untested)"), ("mps", "Apple GPUs")):
-        parser.add_argument(
-            f"--allow-{name}", action="store_true", help=f"allow DeepSpeed on {where}"
-        )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -200,7 +176,8 @@ def run(arguments: argparse.Namespace) -> int:
         checkup = Checkup.of(platform)
         if arguments.rates:
             sys.stderr.write("measuring rates for a few seconds ...\n")
-            rates_file = store_rates(platform, backend.measure_rates())
+            kept = store_rates(platform, backend.measure_rates())
+            sys.stderr.write(f"rates saved in {kept}\n")
     rates = known_rates(platform)
     if arguments.json:
         told = {name: (getattr(rates, name), rates.source(name)) for name in RATE_NAMES}
@@ -209,8 +186,6 @@ def run(arguments: argparse.Namespace) -> int:
         print_json(checkup.to_dict() | more)
     else:
         checkup._print(rates if arguments.rates else None)
-    if arguments.rates:
-        sys.stderr.write(f"rates saved in {rates_file}\n")
     return 0 if checkup.healthy and proven else 1
 
 
@@ -255,9 +230,6 @@ def _proof_rows(platform: Platform) -> Iterator[tuple[str, str]]:
         yield "proof", next(iter(data["unproven"].values()))
     elif data:
         yield from ((path, data["unproven"].get(path, "proven")) for path in backend.PATHS)
-        of = data["combination"]
-        yield "proof", f"{len(data['checks'])} checks, {data['finished']}"
-        yield "proof of", f"{of['device']}, driver {of['driver']}, torch {of['torch']}"
 
 
 def _rate_rows(rates: Rates) -> Iterator[tuple[str, str]]:
@@ -269,21 +241,18 @@ def _rate_rows(rates: Rates) -> Iterator[tuple[str, str]]:
         yield label, f"{getattr(rates, name) / size:,.1f} {unit}, {rates.source(name)}"
 
 
-def _table(rows: Iterable[tuple[str, str]], *, label: int = _LABEL_CHARACTERS) -> Table:
-    return Table(rows=tuple(rows), widths=(label,), gap=1)
+def _table(rows: Iterable[tuple[str, str]]) -> Table:
+    return Table(rows=tuple(rows), widths=(_LABEL_CHARACTERS,), gap=1)
 
 
 def _ops_table(ops: Iterable[OpStatus]) -> Table:
-    rows = [
-        row
-        for op in ops
-        for row in (
-            (op.name, op.state, op.purpose),
-            *[("", "", detail) for detail in (op.cause, op.fix and f"fix: {op.fix}") if detail],
-        )
-    ]
-    return Table(rows=tuple(rows), widths=(_LABEL_CHARACTERS, 10), gap=1, style=_style_of)
+    rows: list[tuple[str, str, str]] = []
+    for op in ops:
+        rows.append((op.name, op.state, op.purpose))
+        rows += [("", "", why) for why in (op.cause, op.fix and f"fix: {op.fix}") if why]
+    widths = (_LABEL_CHARACTERS, 10)
+    return Table(rows=tuple(rows), widths=widths, gap=1, style=_style_of)
 
 
-def _style_of(row: Sequence[str]) -> str:
-    return _STATE_STYLES.get(row[1], "")
+def _style_of(row: Row) -> str:
+    return "bad" if row[1] in _UNUSABLE else "good" if row[1] in _USABLE else ""
