@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import attrs
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from tests.checkpoint.samples import sample_manifest
-from zerotune.checkpoint.adapting import carried_loss_scale, restart_generators
+from zerotune.checkpoint.adapting import carried_loss_scale, keeps_states, restart_generators
 from zerotune.checkpoint.generators import capture_generators
 
 PLAN = sample_manifest().plan
@@ -101,3 +102,20 @@ def test_additional_ranks_draw_distinct_reproducible_numbers():
     assert drawn[0] == drawn[2]
     assert drawn[0] != drawn[1]
     assert drawn[0] != drawn[3]
+
+
+@pytest.mark.parametrize(
+    ("state", "update", "keeps"),
+    [("exp_avg", True, False), ("state1", False, False), ("exp_avg", False, True),
+     ("state1", True, True)],
+)  # fmt: skip
+def test_states_of_bitsandbytes_begin_anew_where_their_form_differs(
+    state, update, keeps, monkeypatch
+):
+    manifest = sample_manifest()
+    records = [attrs.evolve(each, states=(state,)) for each in manifest.parameters]
+    manifest = attrs.evolve(manifest, parameters=records)
+    optimizer = SimpleNamespace(package="bitsandbytes.optim")
+    plan = SimpleNamespace(optimizer=optimizer, update=object() if update else None)
+    monkeypatch.setattr("zerotune.checkpoint.adapting.plan_record", lambda _: manifest.plan)
+    assert keeps_states(manifest, SimpleNamespace(plan=plan)) is keeps

@@ -36,13 +36,30 @@ Adapted = tuple["EngineState", tuple[Decision, ...]]
 def keeps_states(manifest: Manifest, engine: Engine) -> bool:
     """Return whether the current optimizer can use the saved states."""
     saved, running = _optimizer_name(manifest.plan), _optimizer_name(plan_record(engine))
-    return saved == running or any({saved, running} <= alike for alike in _SAME_STATES)
+    if saved == running:
+        return not _in_other_form(manifest, engine)
+    return any({saved, running} <= alike for alike in _SAME_STATES)
+
+
+def _in_other_form(manifest: Manifest, engine: Engine) -> bool:
+    """Whether the states are codes of whole weights, and the engine's decoded, or the reverse."""
+    saved = {state for record in manifest.parameters for state in record.states}
+    # bitsandbytes' own names, which only the update on the device saves.
+    coded = "state1" in saved
+    by_package = str(engine.plan.optimizer.package).startswith("bitsandbytes")
+    return by_package and bool(saved) and coded != (engine.plan.update is not None)
 
 
 def optimizer_decisions(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
     """Return decisions about optimizer states that are loaded, converted or reset."""
     saved, running = _optimizer_name(manifest.plan), _optimizer_name(plan_record(engine))
     split = _split_masters(engine)
+    if saved == running and _in_other_form(manifest, engine):
+        reason = (
+            "only the update on the device saves bitsandbytes' codes, others save decoded moments, "
+            "so weights and shadows are loaded, but the optimizer starts with fresh states"
+        )
+        return (load_decision("optimizer.states", saved, "anew", reason, warning=True), *split)
     if saved == running:
         return (*_uneven_steps(manifest, engine), *split)
     if keeps_states(manifest, engine):
