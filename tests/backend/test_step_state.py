@@ -218,6 +218,33 @@ def test_an_interrupt_inside_a_call_is_delivered_after_it(kind):
         assert same(engine, reference)
 
 
+@pytest.mark.parametrize("kind", ["host", "streamed"])
+def test_hooks_on_accumulated_gradients_that_are_registered_late_take_effect(kind):
+    def scale(parameter: Any) -> None:
+        parameter.grad.mul_(0.5)
+
+    with start(kind) as engine, start(kind) as reference:
+        train(engine, 0)
+        train(reference, 0)
+        engine.module.mix.weight.register_post_accumulate_grad_hook(scale)
+        reference.module.mix.weight.register_hook(lambda gradient: gradient * 0.5)
+        for number in (1, 2):
+            assert train(engine, number) == train(reference, number)
+        assert same(engine, reference)
+
+
+@pytest.mark.parametrize("kind", SOME)
+def test_calls_without_gradients_or_in_inference_mode_train_as_others(kind):
+    with start(kind) as engine, start(kind) as reference:
+        for number, mode in enumerate((torch.no_grad, torch.inference_mode, torch.enable_grad)):
+            loss = loss_of(engine, number)
+            with mode():
+                engine.backward(loss)
+                engine.step()
+            train(reference, number)
+        assert same(engine, reference), kind
+
+
 @pytest.mark.parametrize("kind", SOME)
 def test_a_loss_that_bypasses_the_engine_is_trained_or_refused_and_never_stale(kind):
     with start(kind) as engine, start(kind) as reference:
@@ -500,7 +527,37 @@ def test_stage_3_refuses_a_write_to_a_frozen_weight_that_is_empty():
             engine.step()
 
 
-def test_a_write_between_a_backward_pass_that_updates_and_its_step_is_refused():
+def test_a_resident_weight_replaced_after_its_last_use_is_refused_before_the_step():
+    with start("host") as engine:
+        train(engine, 0)
+        weight = engine.module.mix.weight
+        engine.backward(loss_of(engine, 1))
+        before = weight.data
+        weight.data = before.clone()
+        with pytest.raises(EngineError, match=r"mix\.weight: this parameter was replaced"):
+            engine.step()
+        weight.data = before
+        assert engine.step().applied
+
+
+@pytest.mark.parametrize("kind", ["host", "streamed"])
+def test_a_transposed_weight_whose_gradients_would_be_in_another_order_is_refused(kind):
+    with start(kind) as engine:
+        train(engine, 0)
+        weight = engine.module.mix.weight
+        if kind == "streamed":
+            with pytest.raises(EngineError, match=r"mix\.weight.*cannot be replaced"):
+                weight.data = weight.data.t()
+        else:
+            weight.data = weight.data.t()
+            with pytest.raises(EngineError, match=r"mix\.weight: this parameter was replaced"):
+                loss_of(engine, 1)
+            weight.data = weight.data.t()
+        train(engine, 1)
+
+
+@pytest.mark.parametrize("place", ["streamed", "resident"])
+def test_a_write_between_a_backward_pass_that_updates_and_its_step_is_refused(place):
     plan = DeepSpeedPlan.build(
         stage=2, offload="cpu", micro_batch_size=2, precision="fp32", gradient_clipping=0.0,
         gradient_accumulation_steps=2, optimizer={"type": "AdamW", "params": {"lr": 1e-3}},
@@ -512,7 +569,10 @@ def test_a_write_between_a_backward_pass_that_updates_and_its_step_is_refused():
             # Between steps, writes are taken over.
             torch.nn.init.normal_(engine.module.mix.weight, std=0.05)
         engine.backward(loss_of(engine, 3))
-        torch.nn.init.normal_(engine.module.mix.weight, std=0.05)
+        if place == "streamed":
+            torch.nn.init.normal_(engine.module.mix.weight, std=0.05)
+        else:
+            engine.module.scale.data = torch.ones(Net.CHANNELS)
         with pytest.raises(EngineError, match=r"between engine\.backward.*and engine\.step"):
             engine.step()
         with pytest.raises(StepOrderError, match="resume from the last checkpoint"):

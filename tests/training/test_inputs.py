@@ -208,6 +208,7 @@ def test_invalid_trainer_arguments_are_refused_before_anything_starts(
         ),
         (0.5, r"'float': the loss is not a tensor.*not loss\.item\(\)"),
         (None, "'NoneType': the loss is not a tensor"),
+        (torch.ones((), dtype=torch.complex64, requires_grad=True), "the loss is complex.*abs"),
         (torch.ones(()), "does not depend on any weight.*without torch.no_grad"),
     ],
 )

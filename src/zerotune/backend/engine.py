@@ -213,6 +213,8 @@ class Engine(Closing):
                 failed, or weights have changed since the loss was computed.
             EngineError: The loss is not a scalar tensor with a graph.
         """
+        import torch
+
         self._step_state.ask("backward")
         if (fault := fault_of(loss)) is not None:
             reason, value, fix = fault
@@ -223,7 +225,9 @@ class Engine(Closing):
         self._check_before_backward()
         self.group.begin_pass()
         passing = self._step_state.passing(self._after_failure)
-        with self.group.naming("training"), uninterrupted(), passing:
+        # As in torch, also within torch.no_grad(); states must not become inference tensors.
+        normal = torch.inference_mode(mode=False)
+        with self.group.naming("training"), uninterrupted(), normal, passing:
             self._backward(loss)
 
     def step(self) -> StepOutcome:
@@ -236,8 +240,11 @@ class Engine(Closing):
         Raises:
             StepOrderError: ``backward`` has not been called since the last step, or it failed.
         """
+        import torch
+
         self._step_state.ask("step")
-        with self.group.naming("training"), uninterrupted():
+        normal = torch.inference_mode(mode=False)
+        with self.group.naming("training"), uninterrupted(), normal:
             try:
                 outcome = self._step()
             except ZeroTuneError:

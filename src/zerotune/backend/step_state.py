@@ -187,7 +187,7 @@ class StepState:
         import torch
 
         self._version += 1
-        with torch.enable_grad():
+        with torch.inference_mode(mode=False):
             newest: Any = torch.zeros((), requires_grad=True).neg().grad_fn
         self._node = newest._sequence_nr()
 
@@ -422,7 +422,7 @@ def fault_of(loss: Any) -> tuple[str, Any, str] | None:
         loss: What was passed as the loss.
 
     Returns:
-        ``None`` if the loss is a scalar tensor with a graph.
+        ``None`` if the loss is a real scalar tensor with a graph.
     """
     import torch
 
@@ -434,6 +434,8 @@ def fault_of(loss: Any) -> tuple[str, Any, str] | None:
     if loss.numel() != 1:
         shape = f"a tensor of shape {tuple(loss.shape)}"
         return "is more than one number", shape, "reduce it with loss.mean()"
+    if loss.is_complex():
+        return "is complex", str(loss.dtype), "pass loss.abs() or loss.real"
     if not loss.requires_grad:
         fix = "compute the loss from the output of model(...), without torch.no_grad() or "
         fix += "detach(), and train at least one weight"

@@ -467,7 +467,7 @@ class HostEngine(CountingEngine):
             return StepOutcome(applied=False, boundary=False)
         if not self._steps.is_eager:
             self._check_before_step(self._global_step)
-        elif self._updated != self._writes_by_torch():
+        elif self._updated != self._writes_by_torch() or self._find_replaced() is not None:
             self._step_state.fail(Stage.SPOILED)
             raise EngineError(
                 "other code wrote weights between engine.backward, which had updated them, and "
@@ -521,20 +521,29 @@ class HostEngine(CountingEngine):
     @override
     def _check_before_forward(self) -> None:
         super()._check_before_forward()
-        with torch._C.DisableTorchFunctionSubclass():
-            for unit in self._units:
-                for member in unit.members:
-                    if not _is_in_place(unit, member):
-                        raise _replaced(member)
+        self._check_not_replaced()
 
     @override
     def _check_before_step(self, step: int) -> None:
+        self._check_not_replaced()
+        super()._check_before_step(step)
+
+    def _check_not_replaced(self) -> None:
+        if (member := self._find_replaced()) is not None:
+            raise _replaced(member)
+
+    def _find_replaced(self) -> Member | None:
+        """A parameter that does not use its unit's memory any more, or wrote its device copy."""
         with torch._C.DisableTorchFunctionSubclass():
             for unit in self._units:
-                for member in unit.members if not unit.resident else ():
-                    if member.parameter._version != self._versions[member.name]:
-                        raise _replaced(member)
-        super()._check_before_step(step)
+                for member in unit.members:
+                    is_written = (
+                        not unit.resident
+                        and member.parameter._version != self._versions[member.name]
+                    )
+                    if is_written or not _is_in_place(unit, member):
+                        return member
+        return None
 
     @override
     def _discard(self) -> None:
@@ -698,7 +707,9 @@ def _is_in_place(unit: Unit, member: Member) -> bool:
     if isinstance(parameter, Awaited):
         return True
     storage = parameter.untyped_storage()._cdata, unit.flat.untyped_storage()._cdata
-    return storage[0] == storage[1] and bool(parameter.storage_offset() == member.span.start)
+    is_there = storage[0] == storage[1] and parameter.storage_offset() == member.span.start
+    # A transposed weight has gradients in another order than its master weights.
+    return bool(is_there and parameter.is_contiguous())
 
 
 def _replaced(member: Member) -> EngineError:

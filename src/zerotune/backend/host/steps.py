@@ -139,6 +139,7 @@ class StreamedSteps:
             for unit in units
             for index, member in enumerate(unit.members)
         ]
+        self._hooks_by_weight = [(hook.hooks_dict_ref(), hook.id) for hook in self._hooks]
 
     # -- Gradients.
 
@@ -149,6 +150,10 @@ class StreamedSteps:
             is_last: Whether the micro batch is the last one of its accumulation window.
         """
         self._is_last = is_last
+        for hooks, key in self._hooks_by_weight:
+            if next(reversed(hooks)) != key:
+                # Other hooks, registered since, see the gradient before it is taken.
+                hooks[key] = hooks.pop(key)
 
     def _arrived(self, unit: Unit, index: int, parameter: torch.Tensor) -> None:
         window = self._windows[unit]

@@ -227,7 +227,10 @@ def _stays(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 def _refuse_other(parameter: Any, values: torch.Tensor) -> None:
     own = _home(parameter).weights()
-    if values is parameter or (values.data_ptr() == own.data_ptr() and values.dtype == own.dtype):
+    if values is parameter or (
+        values.data_ptr() == own.data_ptr()
+        and (values.dtype, values.shape, values.stride()) == (own.dtype, own.shape, own.stride())
+    ):
         return
     raise EngineError(
         "this parameter is streamed from host memory, so it cannot be replaced or moved",
