@@ -368,8 +368,11 @@ def test_planted_faults_of_the_host_engine_are_detected() -> None:
     ((right, resident, streamed),) = run_ranks(faulty_host_engine)
     assert right.passed, right
     assert resident.passed is streamed.passed is False
-    assert "host engine: EMA" in resident.detail
-    assert "streamed weights: EMA" in streamed.detail
+    # On a loaded machine a thread may update weights before the EMA joins; updates on the device
+    # have no thread.
+    assert ": EMA" in resident.detail
+    assert "streamed weights" in streamed.detail
+    assert ": EMA" in streamed.detail
 
 
 def test_the_host_engine_is_the_default_once_it_is_proven(
