@@ -46,13 +46,6 @@ class Block(Protocol):
         """Return the block as HTML for a notebook."""
 
 
-_ESCAPED: Final = {
-    ord(one): f"&{name};"
-    for one, name in zip("&<>\"'", ("amp", "lt", "gt", "quot", "#x27"), strict=True)
-}
-"""Characters that HTML reserves; the module ``html`` would load a table of 2,000 names."""
-
-
 @attrs.frozen
 class Line:
     """Paragraph, on one line if it fits."""
@@ -89,11 +82,13 @@ class Line:
 
     def html(self) -> str:
         """Return a paragraph."""
-        words = self.text.strip().translate(_ESCAPED)
+        from html import escape
+
+        words = escape(self.text.strip())
         if not words:
             return ""
         words = f"<b>{words}</b>" if self.style in _BOLD and not self.mark else words
-        mark = f"<b>{self.mark.translate(_ESCAPED)}</b> " if self.mark else ""
+        mark = f"<b>{escape(self.mark)}</b> " if self.mark else ""
         return f'<p style="margin:0 0 0 {self.indent / 2}em">{mark}{words}</p>'
 
 
@@ -145,12 +140,14 @@ class Table:
         """Return the rows as an HTML table."""
         if not self.rows:
             return ""
+        from html import escape
+
         sides = ["right" if side == "r" else "left" for side in self.align.ljust(self._columns)]
         rows = [("th", self.head)] if self.head else []
         lines = "".join(
             "<tr>"
             + "".join(
-                f'<{kind} style="text-align:{side}">{cell.translate(_ESCAPED)}</{kind}>'
+                f'<{kind} style="text-align:{side}">{escape(cell)}</{kind}>'
                 for side, cell in zip(sides, cells, strict=True)
             )
             + "</tr>"

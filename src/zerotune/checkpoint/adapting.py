@@ -54,18 +54,19 @@ def optimizer_decisions(manifest: Manifest, engine: Engine) -> tuple[Decision, .
     """Return decisions about optimizer states that are loaded, converted or reset."""
     saved, running = _optimizer_name(manifest.plan), _optimizer_name(plan_record(engine))
     split = _split_masters(engine)
-    if saved == running and _in_other_form(manifest, engine):
+    kept = keeps_states(manifest, engine)
+    if kept and saved == running:
+        return (*_uneven_steps(manifest, engine), *split)
+    if kept:
+        reason = "both optimizers have the same states, so the saved states are loaded"
+        reason += _ROUNDED.get(running or "", "")
+        return (load_decision("optimizer.type", saved, running, reason), *split)
+    if saved == running:
         reason = (
             "only the update on the device saves bitsandbytes' codes, others save decoded moments, "
             "so weights and shadows are loaded, but the optimizer starts with fresh states"
         )
         return (load_decision("optimizer.states", saved, "anew", reason, warning=True), *split)
-    if saved == running:
-        return (*_uneven_steps(manifest, engine), *split)
-    if keeps_states(manifest, engine):
-        reason = "both optimizers have the same states, so the saved states are loaded"
-        reason += _ROUNDED.get(running or "", "")
-        return (load_decision("optimizer.type", saved, running, reason), *split)
     if saved is None:
         reason = (
             "the checkpoint contains no optimizer states, so the optimizer starts with fresh states"

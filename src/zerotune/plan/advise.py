@@ -87,8 +87,7 @@ class Advised(Readable):
         replaced = Decision(
             "optimizer.type", chosen.instead_of, chosen.optimizer, reason, "warning"
         )
-        place = "host" if self.update is None else self.update.name
-        updated = Decision("update", None, place, reason)
+        updated = Decision("update", None, chosen.update_name, reason)
         return (
             *((replaced,) if chosen.instead_of else ()),
             Decision("streamed", None, self.streamed or False, reason),

@@ -92,6 +92,11 @@ class Candidate:
         return self.estimate.resolved.optimizer.name
 
     @property
+    def update_name(self) -> UpdateName:
+        """Where the update runs, as the argument ``update`` of ``plan.resolve`` names it."""
+        return "host" if self.update is None else self.update.name
+
+    @property
     def reason(self) -> str:
         """Why the plan was chosen, not preferred, or rejected, in words."""
         return "; ".join(self.reasons) or "also fits, but offloads more or is slower"
