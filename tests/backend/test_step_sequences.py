@@ -470,6 +470,7 @@ def run_kind(name: str, count: int) -> None:
     @example(accumulation=1, calls=["train", "leave_out", "train", "train"])
     @example(accumulation=1, calls=["forward", "backward", "clear_gradients", "clear_gradients"])
     @example(accumulation=2, calls=["train", "train", "leave_out", "train", "leave_out", "train"])
+    @example(accumulation=2, calls=["train", "freeze", "leave_out", "clear_gradients", "train"])
     def sequences(accumulation: int, calls: list[str]) -> None:
         play(name, accumulation, calls)
 

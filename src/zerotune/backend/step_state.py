@@ -92,7 +92,9 @@ class StepState:
         self._sums_in_place = True
         self._parameters: Sequence[torch.Tensor] = ()
         self._masters: Sequence[torch.Tensor] = ()
-        self._sealed: list[Any] = []
+        self._elsewhere: Sequence[torch.Tensor] = ()
+        """Tensors whose ``grad`` must not be used until the window ends."""
+        self._is_sealed = False
         self._is_touched = False
         """Whether other code has changed a gradient that is elsewhere."""
         self._stand_ins: dict[Any, Any] = {}
@@ -122,7 +124,7 @@ class StepState:
         """
         self._unseal(check=True)
         self.came_before |= self.came
-        self.came = set()
+        self.came, self._elsewhere = set(), ()
         self._is_passing = self.is_open = True
         try:
             yield
@@ -132,6 +134,7 @@ class StepState:
         finally:
             self._is_passing = False
         self.stage = Stage.BACKWARD
+        self._elsewhere = self._find_elsewhere()
         self.seal_gradients()
 
     @contextmanager
@@ -192,7 +195,7 @@ class StepState:
         self._node = newest._sequence_nr()
 
     def _forget(self) -> None:
-        self.came, self.came_before = set(), set()
+        self.came, self.came_before, self._elsewhere = set(), set(), ()
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
@@ -295,13 +298,12 @@ class StepState:
         for hook in self._hooks:
             hook.remove()
 
-    def seal_gradients(self) -> None:
-        """Let other code notice that the gradients are not in ``parameter.grad``."""
+    def _find_elsewhere(self) -> Sequence[torch.Tensor]:
+        """Tensors whose ``grad`` must not be used, after a backward pass."""
         import torch
 
-        came = self.came | self.came_before
-        if not came or self._sealed:
-            return
+        # Sums in place are moved, if at all, by the pass itself; other code may clear older ones.
+        came = self.came if self._sums_in_place else self.came | self.came_before
         with torch._C.DisableTorchFunctionSubclass():
             elsewhere = [
                 p
@@ -309,8 +311,17 @@ class StepState:
                 # DeepSpeed leaves gradients without elements where autograd puts them.
                 if p.grad is None and id(p) in came and (getattr(p, "ds_numel", None) or p.numel())
             ]
-            self._sealed = [*elsewhere, *self._masters] if elsewhere else []
-            for each in self._sealed:
+        return [*elsewhere, *self._masters] if elsewhere else ()
+
+    def seal_gradients(self) -> None:
+        """Let other code notice that the gradients are not in ``parameter.grad``."""
+        import torch
+
+        if self._is_sealed:
+            return
+        self._is_sealed = bool(self._elsewhere)
+        with torch._C.DisableTorchFunctionSubclass():
+            for each in self._elsewhere:
                 like = each.shape, each.dtype, each.device
                 if like not in self._stand_ins:
                     self._stand_ins[like] = _stand_in(*like)
@@ -320,12 +331,12 @@ class StepState:
         """Empty ``parameter.grad``, which a compiler would look at, until ``seal_gradients``."""
         import torch
 
-        sealed, self._sealed = self._sealed, []
-        if not sealed:
+        if not self._is_sealed:
             return
+        self._is_sealed = False
         kind = _gradient_elsewhere()
         with torch._C.DisableTorchFunctionSubclass():
-            for each in sealed:
+            for each in self._elsewhere:
                 self._is_touched |= type(each.grad) is not kind
                 each.grad = None
             grads = (each.grad for each in self._parameters)
