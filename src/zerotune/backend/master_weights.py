@@ -624,9 +624,9 @@ class MasterLayout(ABC):
         return False
 
     @property
-    def weights(self) -> Mapping[str, torch.Tensor]:
-        """The model's weights that are copies of the master weights, between steps."""
-        return {}
+    def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Names and weights of the model that are copies of the master weights, between steps."""
+        return ()
 
     def in_model(self, address: FragmentAddress) -> torch.Tensor | None:  # noqa: ARG002
         """Return a fragment's weights from the model, 1-D, in the model's compute dtype.
@@ -685,7 +685,7 @@ class MasterWeights:
 
     def __init__(self, *, layout: MasterLayout, group: ProcessGroup, device: torch.device) -> None:
         self._layout = layout
-        self._versions: dict[str, int] = {}
+        self._versions: list[int] = []
         self._written_in_place()
         self._group = group
         self._device = device
@@ -799,9 +799,12 @@ class MasterWeights:
     def _written_in_place(self) -> set[str]:
         """Names of weights that torch has counted a write to since the last call."""
         with torch._C.DisableTorchFunctionSubclass():
-            now = {name: each._version for name, each in self._layout.weights.items()}
+            now = [each._version for _, each in self._layout.weights]
         before, self._versions = self._versions, now
-        return {name for name, version in now.items() if before.get(name, version) != version}
+        if now == before:
+            return set()
+        versions = zip(self._layout.weights, before, now, strict=False)
+        return {name for (name, _), old, new in versions if old != new}
 
     # torch applies this only while the generator runs, not to the caller's loop.
     @torch.no_grad()

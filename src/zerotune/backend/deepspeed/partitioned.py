@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -71,8 +71,8 @@ class PartitionedLayout(ResidentLayout):
 
     @property
     @override
-    def weights(self) -> Mapping[str, torch.Tensor]:
-        return self._model
+    def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return self._model.items()
 
     @override
     def in_model(self, address: FragmentAddress) -> torch.Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -138,8 +138,8 @@ class HalfPrecisionLayout(ResidentLayout):
 
     @property
     @override
-    def weights(self) -> Mapping[str, torch.Tensor]:
-        return self._model
+    def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return self._model.items()
 
     @override
     def in_model(self, address: FragmentAddress) -> torch.Tensor | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar, Final
 
@@ -927,12 +927,10 @@ class HostLayout(MasterLayout):
 
     @property
     @override
-    def weights(self) -> Mapping[str, torch.Tensor]:
+    def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         # Not kept, because a closed unit gives its memory back.
-        return {
-            name: member.parameter if unit.resident else unit.host
-            for name, (unit, member) in self._places.items()
-        }
+        for name, (unit, member) in self._places.items():
+            yield name, member.parameter if unit.resident else unit.host
 
     @override
     def in_model(self, address: FragmentAddress) -> torch.Tensor | None:
