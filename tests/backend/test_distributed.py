@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from tests.support.ranks import RanksFailed, free_port, on_a_machine, ranks, run_ranks
-from zerotune.backend import distributed
-from zerotune.backend.distributed import Launch, ProcessGroup
+from zerotune.backend import process_groups
+from zerotune.backend.distributed import ProcessGroup
+from zerotune.backend.launch import Launch
 from zerotune.errors import CollectiveError, EngineError, InvalidValueError
 
 TORCHRUN = {
@@ -206,9 +207,9 @@ def test_a_rank_lost_with_the_agents_store_during_the_start_is_named(
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setattr(distributed._Arrivals, "_holds_store", lambda _: False)
+    monkeypatch.setattr(process_groups.Arrivals, "_holds_store", lambda _: False)
     launch = Launch(rank=1, local_rank=0, world_size=3 if came else 2, launched=True)
-    arrivals = distributed._Arrivals(launch, timeout=timedelta(seconds=60))
+    arrivals = process_groups.Arrivals(launch, timeout=timedelta(seconds=60))
     look = arrivals._look
     monkeypatch.setattr(arrivals, "_look", lambda: (look(), agent.clear()))
     what = (

@@ -18,7 +18,7 @@ import torch
 from tests.checkpoint.runs import fingerprint, shadow_of, swapped_groups
 from tests.support.models import HostileNet
 from tests.support.runs import PLAIN, Case, start
-from zerotune.backend.distributed import Launch
+from zerotune.backend.launch import Launch
 from zerotune.plan.context import Streaming
 
 BEFORE, AFTER = 5, 20

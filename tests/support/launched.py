@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from zerotune.backend.distributed import Launch
+from zerotune.backend.launch import Launch
 from zerotune.plan.facts import ModelFacts
 from zerotune.plan.optimizer.resolver import OptimizerResolver
 from zerotune.plan.plan import DeepSpeedPlan

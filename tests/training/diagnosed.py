@@ -16,7 +16,7 @@ import torch
 from tests.support.models import tiny_unet
 from tests.support.ranks import on_a_machine
 from tests.training import workers
-from zerotune.backend import distributed
+from zerotune.backend import roll_call
 from zerotune.errors import CollectiveError, OutOfMemoryError
 from zerotune.training import Watchdog
 
@@ -80,7 +80,7 @@ def left_behind(folder: str) -> None:
     rank, told = int(os.environ["RANK"]), Path(folder)
     on_a_machine(f"machine-{rank}")
     asked = []
-    ask = distributed.Asking.ask
+    ask = roll_call.Asking.ask
 
     def noted(self, question, *, seconds):
         if threading.current_thread() is threading.main_thread():
@@ -93,7 +93,7 @@ def left_behind(folder: str) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         while not (told / "lost").exists():
             time.sleep(0.02)
-        distributed.Asking.ask = noted
+        roll_call.Asking.ask = noted
         running.engine.group.barrier("go on", timeout_s=3)
 
     watchdog = Watchdog(timeout_s=8, end=lambda _message: None)

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from zerotune.backend.accelerator import accelerator_for, accelerator_of
 from zerotune.backend.checks import DTYPES, Checks, check_alike, check_model_dtype, expected_groups
-from zerotune.backend.distributed import Launch, ProcessGroup
+from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.engine import (
     CountingEngine,
     Engine,
@@ -23,6 +23,7 @@ from zerotune.backend.engine import (
     StepOutcome,
     check_not_gone,
 )
+from zerotune.backend.launch import Launch
 from zerotune.backend.master_weights import (
     MasterWeights,
     Named,

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from zerotune.backend.accelerator import current_accelerator
-from zerotune.backend.distributed import Launch, ProcessGroup
+from zerotune.backend.distributed import ProcessGroup
+from zerotune.backend.launch import Launch
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.cache import TensorCache
 from zerotune.diffusion.data.caching import (

@@ -31,10 +31,12 @@ from zerotune.backend.deepspeed.start import (
     place_of_weights,
     read_weights,
 )
-from zerotune.backend.distributed import Launch, deepspeed_groups, together
+from zerotune.backend.distributed import together
 from zerotune.backend.engine import Engine
 from zerotune.backend.host.engine import HostEngine
+from zerotune.backend.launch import Launch
 from zerotune.backend.ops import folder_decisions
+from zerotune.backend.process_groups import deepspeed_groups
 from zerotune.backend.stored import require_read
 from zerotune.checkpoint import load_checkpoint, save_checkpoint
 from zerotune.checkpoint.drafting import tied_names

@@ -26,7 +26,7 @@ import torch
 
 from zerotune._util.proc import ENDED
 from zerotune._util.text import positive
-from zerotune.backend.distributed import Asking, own_store
+from zerotune.backend.roll_call import Asking, own_store
 from zerotune.errors import CollectiveError
 from zerotune.offload.lease import abandon_held
 from zerotune.training.events import Callback

@@ -16,7 +16,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from zerotune.backend.compilation import Compilation, Compiled
-from zerotune.backend.distributed import Launch
+from zerotune.backend.launch import Launch
 from zerotune.ema import EMAShadow
 from zerotune.optim import ParameterGroups
 from zerotune.plan.context import DeviceUpdate, EngineName, Streaming

@@ -24,12 +24,9 @@ from zerotune.backend.deepspeed.partitioned import PartitionedWrapper
 from zerotune.backend.deepspeed.replicated import Fp32Wrapper, HalfWrapper
 from zerotune.backend.deepspeed.sharded import ShardedWrapper, shard_from_host
 from zerotune.backend.deepspeed.wrapper import OptimizerWrapper, Upstream
-from zerotune.backend.distributed import (
-    Launch,
-    ProcessGroup,
-    deepspeed_groups,
-)
+from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.engine import check_not_gone
+from zerotune.backend.launch import Launch
 from zerotune.backend.master_weights import (
     Named,
     full_shape,
@@ -43,6 +40,7 @@ from zerotune.backend.optimizers.client import (
     own_scheduler,
     parameter_groups,
 )
+from zerotune.backend.process_groups import deepspeed_groups
 from zerotune.backend.stored import bring_weights, check_has_weights, stored_weight, waiting
 from zerotune.backend.upstream import quiet_deepspeed, require_deepspeed
 from zerotune.decisions import Decision

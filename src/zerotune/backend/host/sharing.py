@@ -25,8 +25,9 @@ from typing_extensions import override
 from zerotune._util.closing import Closable
 from zerotune._util.proc import ENDED
 from zerotune.backend.accelerator import current_accelerator
-from zerotune.backend.distributed import LOOK_S, ProcessGroup, together
+from zerotune.backend.distributed import ProcessGroup, together
 from zerotune.backend.host.units import HostMemory, Unit
+from zerotune.backend.roll_call import LOOK_S
 from zerotune.errors import CollectiveError, EngineError
 from zerotune.plan.facts import UNIT_ALIGNED
 

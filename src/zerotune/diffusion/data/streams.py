@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from zerotune._util.text import whole
-from zerotune.backend.distributed import rank_and_world_size
+from zerotune.backend.launch import rank_and_world_size
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.batches import stack_samples
 from zerotune.diffusion.data.buckets import BucketAssignment
