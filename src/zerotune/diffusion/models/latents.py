@@ -176,6 +176,18 @@ class LatentSpace:
         return next(self._vae.parameters()).device  # type: ignore[no-any-return]
 
 
+@attrs.frozen(kw_only=True)
+class UsualSpace:
+    """Latent sizes of the family's usual VAE, if no VAE is loaded."""
+
+    scale: int
+    frames: int
+
+    def latent_frames(self, frames: int) -> int:
+        """Return the number of latent frames of a clip of ``frames`` frames."""
+        return latent_frames(frames, per_latent=self.frames)
+
+
 @runtime_checkable
 class Packing(Protocol):
     """Interface for the conversion between latents and the layout that a pipeline expects."""

@@ -32,7 +32,8 @@ from zerotune.diffusion.models.family import (
     parameters_of,
     take,
 )
-from zerotune.diffusion.models.latents import LatentSpace, Packing, Tokens, Unpacked
+from zerotune.diffusion.models.latents import LatentSpace, Packing, Tokens, Unpacked, UsualSpace
+from zerotune.diffusion.models.one_step import LastStep, OneStep, Predicted
 from zerotune.diffusion.models.pipeline import (
     Blueprint,
     FrozenParts,
@@ -42,26 +43,13 @@ from zerotune.diffusion.models.pipeline import (
 )
 from zerotune.diffusion.noise_schedule import drawing_scheduler
 from zerotune.errors import DataError, InvalidValueError
-from zerotune.plan.facts import latent_frames
 
 NEGATIVE: Final = "negative_"
+
 CAPTIONS: Final = "captions"
 """Batch key of captions; they are encoded in training if text encoders are trained."""
 
 _NONE: Final[Mapping[str, Any]] = MappingProxyType({})
-
-
-@attrs.frozen(kw_only=True)
-class _UsualSpace:
-    """Latent sizes of the family's usual VAE, if no VAE is loaded."""
-
-    scale: int
-    frames: int
-
-    def latent_frames(self, frames: int) -> int:
-        """Return the number of latent frames of a clip of ``frames`` frames."""
-        return latent_frames(frames, per_latent=self.frames)
-
 
 REFERENCES: Final = "reference_latents"
 """Batch key of reference latents (b, c, h, w), or (b, r, c, h, w) with several per sample."""
@@ -536,11 +524,11 @@ class PipelineFamily:
             None,
         )
 
-    def latent_space(self) -> LatentSpace | _UsualSpace:
+    def latent_space(self) -> LatentSpace | UsualSpace:
         """Return the latent space of the VAE, or the family's default if no VAE is available."""
         vae = self.known_blueprint().vae
         if vae is None:
-            return _UsualSpace(scale=self.usual_scale, frames=self.usual_frames)
+            return UsualSpace(scale=self.usual_scale, frames=self.usual_frames)
         return LatentSpace(vae)
 
     def _around(self, blueprint: Blueprint, model: Denoiser, scheduler: Any, **others: Any) -> Any:
@@ -624,7 +612,7 @@ class PipelineFamily:
         with parts.calling(model):
             call_kwargs = {**self.drawing_arguments(drawing, device=model.device), **size}
         self.adjust(pipe, call_kwargs)
-        last = _LastStep()
+        last = LastStep()
         with parts.on(model.device, self.drawing_parts):
             output = pipe(
                 **call_kwargs,
@@ -852,8 +840,8 @@ class PipelineFamily:
             usual = (*self.text_tensors, *(f"{NEGATIVE}{name}" for name in self.text_tensors))
             named = dict(zip(self.encoded or usual, results, strict=False))
         if self.listed:
-            return _pad_with_mask(named[f"{prefix}prompt_embeds"])
-        return {name: _text_tensor(named, name, prefix) for name in self.text_tensors}
+            return pad_with_mask(named[f"{prefix}prompt_embeds"])
+        return {name: text_tensor(named, name, prefix) for name in self.text_tensors}
 
     def embedding_settings(self) -> dict[str, Any]:
         """Return the number of tokens per text, and whether texts are encoded one by one."""
@@ -917,7 +905,7 @@ class PipelineFamily:
             conditioning: Keyword arguments of the pipeline, batch first.
         """
         blueprint = self.known_blueprint()
-        scheduler = _OneStep(blueprint.scheduler.config, steps.to(model.device))
+        scheduler = OneStep(blueprint.scheduler.config, steps.to(model.device))
         pipe = self.predicting_pipeline(model, scheduler)
         call_kwargs = self._call_kwargs(noisy, conditioning, model.device)
         self.adjust(pipe, call_kwargs)
@@ -925,7 +913,7 @@ class PipelineFamily:
             # The function that ``torch.no_grad`` wraps.
             call: Any = type(pipe).__call__
             inspect.unwrap(call)(pipe, **call_kwargs)
-        except _Predicted as found:
+        except Predicted as found:
             prediction = found.prediction
             found.__traceback__ = None  # Its frames hold the graph.
         except UnboundLocalError as error:
@@ -1083,89 +1071,17 @@ def of_each(images: Tensor, encode: Callable[[Tensor], Tensor]) -> Tensor:
     return found.reshape(*images.shape[:2], *found.shape[1:])
 
 
-class _LastStep:
-    """Records the latents of the last step, because pipelines return their latents differently."""
-
-    latents: Tensor | None = None
-
-    def listening(self, call: Any) -> dict[str, Any]:
-        """Return the argument of a pipeline's ``call`` that receives a callback, if there is one.
-
-        Without it, the pipeline's output contains the latents.
-        """
-        callbacks = {"callback_on_step_end": self._stepped, "callback": self._called}
-        taken = parameters_of(call)
-        return dict([(name, each) for name, each in callbacks.items() if name in taken][:1])
-
-    def _stepped(self, _pipe: Any, _step: int, _time: Any, tensors: Mapping[str, Any]) -> Any:
-        self.latents = tensors["latents"]
-        return {}
-
-    def _called(self, _step: int, _time: Any, latents: Tensor) -> None:
-        self.latents = latents
-
-
-# -- A scheduler of one step.
-
-
-class _Predicted(Exception):  # noqa: N818 - not an error: ends the pipeline's call
-    def __init__(self, prediction: Tensor) -> None:
-        super().__init__("the pipeline's prediction")
-        self.prediction = prediction
-
-
-class _OneStep:
-    """A scheduler of one step, whose time steps may differ by sample.
-
-    Args:
-        config: Configuration of the pipeline's scheduler.
-        steps: Time steps (1, b), or (1,) for pipelines with one time step for all samples.
-    """
-
-    order = 1
-    init_noise_sigma = 1.0
-
-    def __init__(self, config: Any, steps: Tensor) -> None:
-        # Pipelines of U-Nets warn about other values, which only matter for sampling.
-        sampling = {"steps_offset": 1, "clip_sample": False}
-        self.config = type(config)({**config, **{n: v for n, v in sampling.items() if n in config}})
-        self.timesteps = steps
-        self.sigmas = torch.tensor([1.0, 0.0])
-
-    def set_timesteps(
-        self,
-        num_inference_steps: int | None = None,
-        device: Any = None,
-        *,
-        timesteps: Any = None,
-        sigmas: Any = None,
-        **_: Any,
-    ) -> None:
-        """Keep the time steps that were passed to the constructor."""
-
-    def set_begin_index(self, begin_index: int = 0) -> None:
-        """Ignore the index, because the scheduler has one step."""
-
-    def scale_model_input(self, sample: Tensor, timestep: Any = None) -> Tensor:  # noqa: ARG002
-        """Return ``sample`` unscaled."""
-        return sample
-
-    def step(self, model_output: Tensor, *_: Any, **__: Any) -> Any:
-        """End the pipeline's call by raising an exception that contains the prediction."""
-        raise _Predicted(model_output)
-
-
 # -- Small helpers.
 
 
-def _pad_with_mask(texts: Sequence[Tensor]) -> dict[str, Tensor]:
+def pad_with_mask(texts: Sequence[Tensor]) -> dict[str, Tensor]:
     """Pad texts of unequal length, and return them with their mask."""
     ones = [torch.ones(len(text), dtype=torch.long, device=text.device) for text in texts]
     pairs = zip(texts, ones, strict=True)
     return stack_named([{"prompt_embeds": t, "prompt_embeds_mask": mask} for t, mask in pairs])
 
 
-def _text_tensor(named: Mapping[str, Any], name: str, prefix: str) -> Tensor:
+def text_tensor(named: Mapping[str, Any], name: str, prefix: str) -> Tensor:
     """Return a result of ``encode_prompt``; ones if it omits a mask because nothing is masked."""
     found = named.get(prefix + name)
     if found is None and name.endswith("mask"):
