@@ -11,6 +11,7 @@ from zerotune.plan.optimizer.arguments import check
 from zerotune.plan.optimizer.catalogue import OPTIMIZERS
 from zerotune.plan.optimizer.entries import Parameter
 from zerotune.plan.optimizer.schedules import SCHEDULERS
+from zerotune.plan.values import Choice
 
 ADAMW = OPTIMIZERS["AdamW"]
 
@@ -81,7 +82,7 @@ def test_a_count_accepts_an_integral_float_and_refuses_a_fraction():
 
 
 def test_a_choice_is_normalised_to_deepspeeds_spelling():
-    kind = Parameter(name="warmup_type", type="str", choices=("log", "linear"))
+    kind = Parameter(name="warmup_type", kind=Choice(choices=("log", "linear")))
     assert check(kind, " Linear", section="scheduler.params") == "linear"
 
 
@@ -112,5 +113,5 @@ def test_any_json_value_is_accepted_in_range_or_refused(value, name):
     for number in numbers:
         if isinstance(number, float):
             assert math.isfinite(number)
-            assert parameter.low is None or number >= parameter.low
-            assert parameter.high is None or number < parameter.high
+            kind = getattr(parameter.kind, "each", parameter.kind)
+            assert kind.minimum <= number < (math.inf if kind.below is None else kind.below)

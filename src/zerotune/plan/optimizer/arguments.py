@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
-from functools import cache
 from typing import Any, Final
 
 import attrs
@@ -16,49 +14,17 @@ from zerotune.plan.optimizer.choices import BY_RUN
 from zerotune.plan.optimizer.entries import Entry, Parameter
 from zerotune.plan.values import (
     AUTO,
-    Anything,
-    Boolean,
-    Choice,
-    Integer,
-    Kind,
-    Numbers,
     Reading,
-    Real,
-    Text,
     is_auto,
     refuse_template,
 )
-
-_SWITCH: Final = {"true": True, "false": False}
-
-
-@cache
-def kind_of(parameter: Parameter) -> Kind:
-    """Return the ``Kind`` that checks an argument's values; it does not accept ``"auto"``."""
-    if parameter.type == "any":
-        return Anything()
-    if parameter.type == "bool":
-        return Boolean(auto=False, spellings=_SWITCH)
-    if parameter.type == "str":
-        return Choice(choices=parameter.choices) if parameter.choices else Text()
-    low, high = parameter.low, parameter.high
-    bounds: dict[str, Any] = {
-        "minimum": -math.inf if low is None else low,
-        "maximum": math.inf if high is None else high,
-        "above": low if parameter.low_open else None,
-        "below": high if parameter.high_open else None,
-    }
-    if parameter.type == "int":
-        return Integer(auto=False, **bounds)
-    real = Real(auto=False, **bounds)
-    return real if parameter.type == "float" else Numbers(each=real, length=parameter.length or 1)
 
 
 def read(parameter: Parameter, value: Any, *, section: str) -> Reading:
     """Convert ``value`` as ``check`` does, and also return the reason if the value changed."""
     if value is None and parameter.nullable:
         return None, None
-    kind, key = kind_of(parameter), f"{section}.{parameter.name}"
+    kind, key = parameter.kind, f"{section}.{parameter.name}"
     refuse_template(kind, value, key)
     return kind.read(value, key)
 

@@ -11,11 +11,20 @@ these packages; a test compares the entries with the real constructors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from zerotune.plan.optimizer.entries import OptimizerEntry, Parameter, flag, integer, number
+from zerotune.plan.optimizer.entries import (
+    OptimizerEntry,
+    Parameter,
+    flag,
+    integer,
+    number,
+    numbers,
+)
+from zerotune.plan.values import Text
 
 ADAM_LR: Final = 1e-4
 """Default peak learning rate for Adam and its relatives, as in diffusers' examples; other
@@ -30,25 +39,22 @@ ADAM: Final = frozenset({"AdamW", "Adam"})
 
 def lr(default: float) -> Parameter:
     """Create the learning rate argument."""
-    return Parameter(name="lr", default=default, low=0, low_open=True)
+    return number("lr", default, above=0)
 
 
 def betas(default: tuple[float, float] = (0.9, 0.999), **kwargs: Any) -> Parameter:
     """Create the argument for the moments' decay rates."""
-    return Parameter(
-        name="betas", type="floats", default=default, length=2, low=0, high=1, high_open=True,
-        **kwargs,
-    )  # fmt: skip
+    return numbers("betas", default, below=1, **kwargs)
 
 
 def eps(default: float = 1e-8, **kwargs: Any) -> Parameter:
     """Create the argument that keeps the denominator above zero."""
-    return Parameter(name="eps", default=default, low=0, low_open=True, **kwargs)
+    return number("eps", default, above=0, **kwargs)
 
 
 def weight_decay(default: float = 0.0, **kwargs: Any) -> Parameter:
     """Create the weight decay argument."""
-    return Parameter(name="weight_decay", default=default, low=0, **kwargs)
+    return number("weight_decay", default, **kwargs)
 
 
 def torch_switches(*names: str, **kwargs: Any) -> tuple[Parameter, ...]:
@@ -157,9 +163,9 @@ _OTHERS: Final = (
         parameters=(
             lr(2e-2),
             # These two become the learning rates of groups.
-            Parameter(name="muon_lr", low=0, low_open=True, optional=True),
-            Parameter(name="adam_lr", low=0, low_open=True, optional=True),
-            number("momentum", 0.95, high=1, high_open=True),
+            number("muon_lr", above=0, optional=True),
+            number("adam_lr", above=0, optional=True),
+            number("momentum", 0.95, below=1),
             flag("nesterov", default=True),
             integer("ns_steps", 5),
             betas(),
@@ -167,7 +173,7 @@ _OTHERS: Final = (
             weight_decay(),
             Parameter(
                 name="ns_method",
-                type="str",
+                kind=Text(),
                 optional=True,
                 default="gram",
                 only=frozenset({"MuonWithAuxAdam"}),
@@ -344,8 +350,8 @@ TORCH_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         summary="Sign of the gradient with per-element step sizes, for full batches",
         parameters=(
             lr(1e-2),
-            Parameter(name="etas", type="floats", default=(0.5, 1.2), length=2, low=0),
-            Parameter(name="step_sizes", type="floats", default=(1e-6, 50.0), length=2, low=0),
+            numbers("etas", (0.5, 1.2)),
+            numbers("step_sizes", (1e-6, 50.0)),
             *_TORCH_SWITCHES,
         ),
         states=("prev", "step_size"),
@@ -356,8 +362,8 @@ TORCH_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         summary="Second moment factored into rows and columns",
         parameters=(
             lr(1e-2),
-            number("beta2_decay", -0.8, low=None, high=0),
-            Parameter(name="eps", type="any", default=(None, 1e-3)),
+            number("beta2_decay", -0.8, low=-math.inf, high=0),
+            Parameter(name="eps", default=(None, 1e-3)),
             number("d", 1.0),
             weight_decay(),
             *torch_switches("foreach", "maximize"),
@@ -441,15 +447,15 @@ PACKAGE_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         parameters=(
             lr(1.0),
             betas(),
-            Parameter(name="beta3", optional=True, default=None, nullable=True, low=0),
+            number("beta3", None, optional=True, nullable=True),
             eps(),
             weight_decay(),
             flag("decouple", default=True),
             flag("use_bias_correction"),
             flag("safeguard_warmup"),
-            number("d0", 1e-6, low_open=True),
-            number("d_coef", 1.0, low_open=True),
-            Parameter(name="growth_rate", optional=True, low=1),
+            number("d0", 1e-6, above=0),
+            number("d_coef", 1.0, above=0),
+            number("growth_rate", low=1, optional=True),
             integer("slice_p", 1),
         ),
         states=("exp_avg", "exp_avg_sq", "s", "p0"),

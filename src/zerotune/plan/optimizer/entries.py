@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import attrs
 
 from zerotune.errors import UNSET
+from zerotune.plan.values import Anything, Boolean, Choice, Integer, Kind, Numbers, Real
 
-ParameterType = Literal["float", "int", "bool", "floats", "str", "any"]
+_SWITCH: Final = {"true": True, "false": False}
 
 
 @attrs.frozen(kw_only=True)
@@ -19,24 +21,12 @@ class Parameter:
 
     name: str
     """Key under ``params`` in DeepSpeed's or torch's spelling."""
-    type: ParameterType = "float"
-    """``"floats"`` is a fixed number of floats (``betas``); ``"any"`` is not checked."""
+    kind: Kind = attrs.field(factory=Anything)
+    """What the argument accepts; it never accepts ``"auto"``."""
     default: Any = UNSET
     """Value for ``"auto"``; ``UNSET`` if the argument is required."""
     native: Any = UNSET
     """Default of DeepSpeed's class if it differs from ``default``."""
-    low: float | None = None
-    """Minimum (of each element)."""
-    high: float | None = None
-    """Maximum (of each element)."""
-    low_open: bool = False
-    """Whether ``low`` itself is excluded."""
-    high_open: bool = False
-    """Whether ``high`` itself is excluded."""
-    length: int | None = None
-    """Number of elements if ``type`` is ``"floats"``."""
-    choices: tuple[str, ...] = ()
-    """Allowed values of a ``"str"``."""
     nullable: bool = False
     """Whether ``None`` is allowed."""
     optional: bool = False
@@ -51,39 +41,50 @@ class Parameter:
         return self.default if self.native is UNSET else self.native
 
     @property
-    def range(self) -> str:
-        """Describe the allowed values briefly for a table."""
-        if self.type == "bool":
-            return "true or false"
-        if self.choices:
-            return f"one of {', '.join(map(repr, self.choices))}"
-        noun = {"int": "a whole number", "floats": f"{self.length} numbers"}.get(
-            self.type, "a number"
-        )
-        bounds = [
-            f"{'>' if self.low_open else '>='} {self.low:g}" if self.low is not None else "",
-            f"{'<' if self.high_open else '<='} {self.high:g}" if self.high is not None else "",
-        ]
-        return " ".join([noun, " and ".join(bound for bound in bounds if bound)]).strip()
+    def words(self) -> tuple[str, ...]:
+        """Words from which a form lets the user choose; empty for other kinds of values."""
+        if isinstance(self.kind, Boolean):
+            return tuple(_SWITCH)
+        return self.kind.choices if isinstance(self.kind, Choice) else ()
 
     def accepts(self, implementation: str) -> bool:
         """Return whether the class named ``implementation`` accepts the argument."""
         return not self.only or implementation in self.only
 
 
-def number(name: str, default: float, *, low: float | None = 0, **kwargs: Any) -> Parameter:
+def number(
+    name: str,
+    default: Any = UNSET,
+    *,
+    low: float = 0,
+    above: float | None = None,
+    high: float = math.inf,
+    below: float | None = None,
+    **kwargs: Any,
+) -> Parameter:
     """Create a float argument, non-negative by default."""
-    return Parameter(name=name, default=default, low=low, **kwargs)
+    kind = Real(auto=False, minimum=low, maximum=high, above=above, below=below)
+    return Parameter(name=name, kind=kind, default=default, **kwargs)
+
+
+def numbers(
+    name: str, default: tuple[float, ...], *, below: float | None = None, **kwargs: Any
+) -> Parameter:
+    """Create an argument of several non-negative floats."""
+    kind = Numbers(each=Real(auto=False, below=below), length=len(default))
+    return Parameter(name=name, kind=kind, default=default, **kwargs)
 
 
 def integer(name: str, default: Any = UNSET, *, low: int = 1, **kwargs: Any) -> Parameter:
     """Create an integer argument, positive by default."""
-    return Parameter(name=name, type="int", default=default, low=low, **kwargs)
+    kind = Integer(auto=False, minimum=low)
+    return Parameter(name=name, kind=kind, default=default, **kwargs)
 
 
 def flag(name: str, default: bool = False, **kwargs: Any) -> Parameter:
     """Create a boolean argument."""
-    return Parameter(name=name, type="bool", default=default, **kwargs)
+    kind = Boolean(auto=False, spellings=_SWITCH)
+    return Parameter(name=name, kind=kind, default=default, **kwargs)
 
 
 Family = Literal["deepspeed", "torch", "package", "zerotune"]

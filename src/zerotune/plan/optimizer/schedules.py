@@ -11,6 +11,7 @@ import attrs
 from zerotune._util.text import did_you_mean, squash
 from zerotune.errors import InvalidValueError, OptimizerError, writes
 from zerotune.plan.optimizer.entries import Entry, Parameter, SchedulerSource, flag, integer, number
+from zerotune.plan.values import Choice
 
 DEFAULT_SCHEDULER: Final = "WarmupLR"
 
@@ -32,12 +33,12 @@ class SchedulerEntry(Entry):
 _WARMUP_STEPS: Final = integer("warmup_num_steps", 1000, low=0)
 _TOTAL_STEPS: Final = integer("total_num_steps")
 _WARMUP_TYPE: Final = Parameter(
-    name="warmup_type", type="str", default="log", choices=("log", "linear")
+    name="warmup_type", kind=Choice(choices=("log", "linear")), default="log"
 )
 _WARMUP: Final = (
     number("warmup_min_lr", 0.0),
     # No default: it is the optimizer's learning rate.
-    Parameter(name="warmup_max_lr", low=0, low_open=True),
+    number("warmup_max_lr", above=0),
     _WARMUP_STEPS,
     _WARMUP_TYPE,
 )
@@ -71,17 +72,17 @@ _DEEPSPEED: Final = (
         summary="The learning rate rises and falls once while momentum does the opposite, then the "
         "learning rate decays",
         parameters=(
-            Parameter(name="cycle_min_lr", low=0, low_open=True),
-            Parameter(name="cycle_max_lr", low=0, low_open=True),
+            number("cycle_min_lr", above=0),
+            number("cycle_max_lr", above=0),
             number("decay_lr_rate", 0.0),
-            number("cycle_first_step_size", 2000.0, low_open=True),
-            Parameter(name="cycle_second_step_size", default=None, low=0, nullable=True),
+            number("cycle_first_step_size", 2000.0, above=0),
+            number("cycle_second_step_size", None, nullable=True),
             integer("cycle_first_stair_count", 0, low=0),
             integer("cycle_second_stair_count", None, low=0, nullable=True),
             number("decay_step_size", 0.0),
             flag("cycle_momentum", default=True),
-            number("cycle_min_mom", 0.8, high=1, high_open=True),
-            number("cycle_max_mom", 0.9, high=1, high_open=True),
+            number("cycle_min_mom", 0.8, below=1),
+            number("cycle_max_mom", 0.9, below=1),
             number("decay_mom_rate", 0.0),
         ),
         peak="cycle_max_lr",
@@ -90,7 +91,7 @@ _DEEPSPEED: Final = (
         name="LRRangeTest",
         summary="The learning rate rises without end, to find the largest stable rate",
         parameters=(
-            number("lr_range_test_min_lr", 1e-3, low_open=True),
+            number("lr_range_test_min_lr", 1e-3, above=0),
             integer("lr_range_test_step_size", 2000),
             number("lr_range_test_step_rate", 1.0),
             flag("lr_range_test_staircase"),
@@ -120,7 +121,7 @@ _DIFFUSERS: Final = (
     SchedulerEntry(
         name="cosine",
         summary="The learning rate rises to the optimizer's rate, then falls along a cosine",
-        parameters=(_WARMUP_0, _TRAINING_STEPS, number("num_cycles", 0.5, low_open=True)),
+        parameters=(_WARMUP_0, _TRAINING_STEPS, number("num_cycles", 0.5, above=0)),
         source="zerotune",
     ),
     SchedulerEntry(
@@ -141,7 +142,7 @@ _DIFFUSERS: Final = (
             _WARMUP_0,
             _TRAINING_STEPS,
             number("lr_end", 1e-7),
-            number("power", 1.0, low_open=True),
+            number("power", 1.0, above=0),
         ),
         source="zerotune",
     ),
