@@ -25,7 +25,8 @@ from zerotune.diffusion.facts import (
     model_facts,
 )
 from zerotune.diffusion.models.declared import Flux
-from zerotune.diffusion.passes import activation_peak
+from zerotune.diffusion.passes import activation_peak, both_passes
+from zerotune.diffusion.passes import counting as counting_passes
 from zerotune.errors import InvalidValueError
 from zerotune.plan.facts import ModelFacts
 from zerotune.plan.families import family, family_names, family_of, model_family
@@ -169,6 +170,22 @@ def test_the_fit_predicts_unmeasured_sizes():
         assert costs.full.nbytes(batch=batch, pixels=height * width) == pytest.approx(
             peak, rel=0.03
         )
+
+
+@pytest.mark.parametrize("config", [UNET, SD3, FLUX], ids=lambda c: c["_class_name"])
+def test_passes_that_offload_also_measure_checkpointing_without_offload(config):
+    with torch.device("meta"):
+        model = getattr(diffusers, config["_class_name"]).from_config(dict(config))
+    costs, arithmetic = measure_step(model)
+    make, pairs = example_inputs(model), []
+    with counting_passes(model) as count:
+        for batch, side in counting._POINTS:
+            (full,), (again,) = both_passes(model, [make(batch, side, side)], count)
+            pairs.append((full, again))
+    full, again = zip(*pairs, strict=True)
+    assert costs.checkpointed == counting._moments(again)
+    assert costs.checkpointed != costs.offloaded
+    assert arithmetic == counting._fit_arithmetic(full, again)
 
 
 def test_a_configuration_is_read_from_a_folder(tmp_path):

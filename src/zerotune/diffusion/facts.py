@@ -472,11 +472,12 @@ def measure_step(
     make = inputs or _of_clips(example_inputs(module), frames_per_latent(module))
     module.to(torch.bfloat16)
     arguments = [make(batch, side, side) for batch, side in _POINTS]
+    offloads = getattr(module, "_supports_gradient_checkpointing", False)
+    offloaded = host = None
     with counting(module) as count:
-        full, again = both_passes(module, arguments, count)
-        offloaded, host = (
-            (None, None) if again is None else _measure_offload(module, arguments, count)
-        )
+        full, again = both_passes(module, arguments, count, checkpointed=not offloads)
+        if offloads:
+            again, offloaded, host = _measure_offload(module, arguments, count)
     kept = ActivationFacts(
         full=_moments(full),
         checkpointed=None if again is None else _moments(again),
@@ -519,10 +520,8 @@ def _fit_work(counts: Sequence[Mapping[str, int]]) -> PassWork:
 
 def _measure_offload(
     module: torch.nn.Module, arguments: Sequence[Mapping[str, Any]], count: Callable[..., Pass]
-) -> tuple[ActivationCost, ActivationCost] | tuple[None, None]:
-    """Return the bytes on the device and on the host if block inputs are offloaded."""
-    if not getattr(module, "_supports_gradient_checkpointing", False):
-        return None, None
+) -> tuple[list[Pass], ActivationCost, ActivationCost]:
+    """Return checkpointed passes, and bytes on device and host if block inputs are offloaded."""
     passes, stays, transfers = [], [], CountedTransfers()
     # Inputs of all sizes are offloaded, so that every pass has the same operators.
     offload = ActivationOffload(smallest=0, transfers=transfers)
@@ -530,14 +529,15 @@ def _measure_offload(
         for each in arguments:
             passes.append(count(each, transfers))
             stays.append(transfers.away)
+    again = [attrs.evolve(one, live=one.kept) for one in passes]
     sizes = [[one.nbytes for one in away] for away in stays]
     if len({len(one) for one in sizes}) > 1:
-        return _fit([one.peak for one in passes]), _fit([sum(one) for one in sizes])
+        return again, _fit([one.peak for one in passes]), _fit([sum(one) for one in sizes])
     tensors = _planes(np.asarray(sizes, dtype=float).T)
     spans = [(one.begins, one.ends) for one in stays[0]]
     host = _fit([sum(one) for one in sizes])
     small = _grouped(tensors, np.full(len(tensors), -1))
-    return _moments(passes, tensors, spans), attrs.evolve(host, small=small)
+    return again, _moments(passes, tensors, spans), attrs.evolve(host, small=small)
 
 
 _SIDES: Final = (64, 128, 256, 512, 768, 1024, 1536, 2048, 4096)

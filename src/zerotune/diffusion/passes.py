@@ -38,6 +38,8 @@ class Pass:
 
     live: tuple[int, ...]
     """Allocated bytes after each operator."""
+    kept: tuple[int, ...]
+    """Allocated bytes after each operator if no activation were offloaded."""
     operators: tuple[str, ...]
     """Names of the operators, in order of execution."""
     forward: Mapping[str, int]
@@ -86,12 +88,13 @@ def counting(module: torch.nn.Module) -> Iterator[Callable[..., Pass]]:
                 called = True
         counts = _Counts(module)
         if transfers is not None:
-            transfers.begin(lambda: len(counts.live))
+            transfers.begin(counts)
         with _counted_forward(module, arguments, counts) as loss:
             forward, first = dict(counts.work), len(counts.live)
             loss.backward()
         return Pass(
             live=tuple(counts.live),
+            kept=tuple(counts.kept),
             operators=tuple(counts.operators),
             forward=forward,
             backward={kind: amount - forward[kind] for kind, amount in counts.work.items()},
@@ -158,8 +161,12 @@ class Away:
 
     nbytes: int
     stored: int
+    storage: int
+    """Identity of the device tensor's storage."""
     begins: int | None = None
     ends: int | None = None
+    freed: int = 0
+    """Bytes of the device tensor, once it is freed."""
 
 
 class CountedTransfers:
@@ -168,29 +175,34 @@ class CountedTransfers:
     def __init__(self) -> None:
         self.away: list[Away] = []
         self._at: dict[int, Away] = {}
-        self._count: Callable[[], int] = lambda: 0
+        self._counts = _Counts(torch.nn.Module())
 
-    def begin(self, count: Callable[[], int]) -> None:
-        """Begin a pass; ``count`` returns the number of operators that have run."""
-        self.away, self._at, self._count = [], {}, count
+    def begin(self, counts: _Counts) -> None:
+        """Begin a pass, whose operators ``counts`` counts."""
+        self.away, self._at, self._counts = [], {}, counts
 
     def store(self, tensor: torch.Tensor) -> Stored:
         """Record the start of a copy of ``tensor`` to the host."""
         with _disable_current_modes():
             shape, strides = tensor.shape, stored_strides(tensor)
             host = torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")
-        self._at[id(host)] = Away(nbytes=host.nbytes, stored=self._count())
+        self._at[id(host)] = Away(
+            nbytes=host.nbytes, stored=len(self._counts.live), storage=_storage_key(tensor)
+        )
         self.away.append(self._at[id(host)])
         return Stored(tensor=host, device=tensor.device)
 
     def settle(self, stored: Stored) -> None:
         """Record that the device tensor may be freed."""
-        self._at[id(stored.tensor)].begins = self._count()
+        away = self._at[id(stored.tensor)]
+        away.begins = len(self._counts.live)
+        self._counts.leave(away)
 
     def load(self, stored: Stored) -> Loading:
         """Record the start of a copy back to the device."""
-        self._at[id(stored.tensor)].ends = self._count()
-        source = stored.tensor
+        away, source = self._at[id(stored.tensor)], stored.tensor
+        away.ends = len(self._counts.live)
+        self._counts.come_back(away)
         target = torch.empty_strided(
             source.shape, source.stride(), dtype=source.dtype, device="meta"
         )
@@ -202,7 +214,7 @@ class CountedTransfers:
 
     def release(self, stored: Stored) -> None:
         """Remove a tensor that will not be loaded again."""
-        self._at.pop(id(stored.tensor), None)
+        self._counts.come_back(self._at.pop(id(stored.tensor)))
 
 
 class _UncompiledMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -258,15 +270,26 @@ def sizes_only() -> Iterator[None]:
         symbolic.meta_nonzero_assume_all_nonzero = before
 
 
+class _Allocated(weakref.ref[Any]):
+    """A storage that is counted until it is freed; ``weakref.finalize`` needs ten times as long."""
+
+    __slots__ = ("key", "nbytes")
+    key: int
+    nbytes: int
+
+
 class _Counts(_UncompiledMode):  # type: ignore[no-untyped-call]
     """Count allocated storages, except those of the model's parameters and buffers."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._known = {_storage_key(tensor) for tensor in (*module.parameters(), *module.buffers())}
-        self._sizes: dict[int, int] = {}
+        self._storages: dict[int, _Allocated] = {}
         self._now = 0
+        self._leaving: dict[int, Away] = {}
+        self._away = 0
         self.live: list[int] = []
+        self.kept: list[int] = []
         self.operators: list[str] = []
         self.work = dict.fromkeys((*KINDS, *CALLS.values()), 0)
 
@@ -289,17 +312,18 @@ class _Counts(_UncompiledMode):  # type: ignore[no-untyped-call]
         if outcome is not None and outcome.kind is not None:
             self.computes(outcome.kind, outcome.amount)
         self.live.append(self._now)
+        self.kept.append(self._now + self._away)
         self.operators.append(func._opname)
         return result
 
     def _count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = int(storage._cdata)
-        if key in self._known or key in self._sizes:
+        if key in self._known or key in self._storages:
             return
-        self._sizes[key] = storage.nbytes()
-        self._now += self._sizes[key]
-        weakref.finalize(storage, self._forget, key)
+        self._storages[key] = allocated = _Allocated(storage, self._forget)
+        allocated.key, allocated.nbytes = key, storage.nbytes()
+        self._now += allocated.nbytes
 
     def computes(self, kind: str, amount: int) -> None:
         """Add one operator's ``amount`` of work to the total of ``kind``."""
@@ -307,8 +331,23 @@ class _Counts(_UncompiledMode):  # type: ignore[no-untyped-call]
         if kind in CALLS:
             self.work[CALLS[kind]] += 1
 
-    def _forget(self, key: int) -> None:
-        self._now -= self._sizes.pop(key, 0)
+    def _forget(self, allocated: _Allocated) -> None:
+        del self._storages[allocated.key]
+        self._now -= allocated.nbytes
+        if (away := self._leaving.pop(allocated.key, None)) is not None:
+            away.freed = allocated.nbytes
+            self._away += away.freed
+
+    def leave(self, away: Away) -> None:
+        """Expect that the device tensor of ``away`` is freed because the host has a copy."""
+        self._leaving[away.storage] = away
+
+    def come_back(self, away: Away) -> None:
+        """Record that ``away`` is loaded, or that nothing needs it any more."""
+        if self._leaving.get(away.storage) is away:
+            del self._leaving[away.storage]
+        self._away -= away.freed
+        away.freed = 0
 
 
 # -- Results of operators: without data, equal calls return equal sizes.
