@@ -178,7 +178,7 @@ class Reference(Contestant):
         from accelerate import Accelerator, DeepSpeedPlugin
         from accelerate.utils import DummyOptim
 
-        from zerotune.backend.ops import building
+        from zerotune.backend.op_builds import building
 
         self._model.enable_gradient_checkpointing()
         plugin = DeepSpeedPlugin(hf_ds_config=reference_config(self._settings["batch"]))

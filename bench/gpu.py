@@ -453,7 +453,7 @@ def machine(_settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_built(op: str) -> bool:
-    from zerotune.backend.ops import build_folder, built_library
+    from zerotune.backend.op_builds import build_folder, built_library
     from zerotune.backend.step.kernel import host_step_status
 
     if op == "host_step":

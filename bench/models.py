@@ -215,7 +215,7 @@ class Same(_Loop):
     """DeepSpeed's own engine, and an EMA of its flat master weights."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        from zerotune.backend.ops import same_ninja
+        from zerotune.backend.op_builds import same_ninja
         from zerotune.backend.upstream import quiet_deepspeed, require_deepspeed
 
         super().__init__(settings)

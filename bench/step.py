@@ -165,7 +165,7 @@ def _cpu_adam(count: int) -> Any:
 def _cpu_adam_over(parameters: Any, **settings: Any) -> Any:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    from zerotune.backend.ops import same_ninja
+    from zerotune.backend.op_builds import same_ninja
 
     with same_ninja():
         return DeepSpeedCPUAdam(parameters, **settings)

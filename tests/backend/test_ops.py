@@ -63,7 +63,7 @@ SCENARIOS = """
 
     import attrs
 
-    from zerotune.backend import ops
+    from zerotune.backend import op_builds
     from zerotune.backend.ops import OP_NAMES, build_op, op_report
     from zerotune.errors import ZeroTuneError
     from zerotune.platform.toolchain import LibAio, Tool, Toolchain
@@ -122,7 +122,7 @@ SCENARIOS = """
     os.utime(cache / "cpu_adam" / "lock", (time.time() - 3600,) * 2)
     report("abandoned")
     # Of a local file system it would be taken over, and the op compiled.
-    ops.filesystem_kind = lambda _folder: "nfs4"
+    op_builds.filesystem_kind = lambda _folder: "nfs4"
     failure("build abandoned", "cpu_adam")
     failure("build absent", "fused_lamb")
     failure("build unknown", "cpu_adm")

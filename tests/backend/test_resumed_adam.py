@@ -19,7 +19,7 @@ def weights_by_step(
     """Return the weights after each step from ``first`` on, with an earlier process's states."""
     import deepspeed.ops.adam
 
-    from zerotune.backend.ops import same_ninja
+    from zerotune.backend.op_builds import same_ninja
 
     def parameters(step: int) -> list[torch.nn.Parameter]:
         # The restored values do not matter here, as long as all runs have the same.

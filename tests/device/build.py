@@ -13,13 +13,9 @@ from types import ModuleType
 import torch
 
 from zerotune._util.files import write_atomically
-from zerotune.backend.ops import (
-    build_folder,
-    building,
-    built_library,
-    missing_compiler,
-    naming_the_cause,
-)
+from zerotune.backend.op_builds import build_folder, building, built_library
+from zerotune.backend.op_causes import naming_the_cause
+from zerotune.backend.ops import missing_compiler
 from zerotune.platform.toolchain import detect_compilers
 
 _SOURCES = Path(__file__).with_name("csrc")

@@ -122,7 +122,7 @@ def raw_deepspeed(root: str, steps: int, plan: DeepSpeedPlan) -> dict[str, Any]:
     import deepspeed
 
     from zerotune.backend.deepspeed.sharded import align_swapped_gradients
-    from zerotune.backend.ops import same_ninja
+    from zerotune.backend.op_builds import same_ninja
 
     os.environ.setdefault("LOCAL_RANK", "0")
     if "WORLD_SIZE" in os.environ:
@@ -171,7 +171,7 @@ def accelerate_loop(root: str, steps: int, plan: DeepSpeedPlan) -> dict[str, Any
 
     from tests.support.ranks import free_port
     from zerotune.backend.deepspeed.sharded import align_swapped_gradients
-    from zerotune.backend.ops import same_ninja
+    from zerotune.backend.op_builds import same_ninja
 
     os.environ |= {
         "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",

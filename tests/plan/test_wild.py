@@ -16,7 +16,7 @@ from tests.plan.wild import judge
 from zerotune import cli
 from zerotune.errors import ZeroTuneError
 from zerotune.plan import DeepSpeedPlan
-from zerotune.plan.accelerate import PLACES as BLOCK_PLACES
+from zerotune.plan.keys import PLACES as BLOCK_PLACES
 from zerotune.plan.sections import ZeroSection
 from zerotune.plan.source import TRAINER_KEYS
 from zerotune.plan.trainer import _PLACES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final, Literal
 
 import attrs
@@ -25,7 +25,7 @@ from zerotune.plan.memory.time import StepTime, step_time
 from zerotune.plan.optimizer.capability import Situation, installed_packages, missing_package
 from zerotune.plan.optimizer.catalogue import OPTIMIZERS
 from zerotune.plan.plan import MemoryEstimate, ResolvedPlan, raised
-from zerotune.plan.section import value_at
+from zerotune.plan.section import leaves, value_at
 from zerotune.plan.sections import OFFLOAD_DEVICES
 from zerotune.plan.text.advice import rank_budget, seconds_words
 from zerotune.plan.text.memory import DURING, Fit, estimate_data, fits, subject
@@ -185,7 +185,8 @@ class Preview:
 
     def _effective(self) -> dict[str, Any]:
         """Return the values that apply where the form sets none, by path."""
-        found = dict(_leaf_values(self.running_config, "")) if self.verdict.runs else {}
+        running = self.running_config if self.verdict.runs else {}
+        found = {path: value for path, value in leaves(running) if value != {}}
         if self.setup.family:
             known = model_family(self.setup.family)
             found["setup.resolution"] = known.resolution
@@ -393,14 +394,6 @@ def _running_config(resolved: ResolvedPlan) -> dict[str, Any]:
         if choice is not None and name not in config:
             config[name] = {"type": choice.name, "params": dict(choice.params)}
     return config
-
-
-def _leaf_values(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _leaf_values(item, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, value
 
 
 def _memory_bars(estimate: MemoryEstimate, every: Iterable[Fit]) -> dict[str, Any]:

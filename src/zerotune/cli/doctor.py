@@ -14,7 +14,8 @@ import attrs
 from zerotune import backend
 from zerotune._util.table import Block, Line, Page, Row, Table
 from zerotune._util.text import format_size
-from zerotune.backend.ops import OpStatus, build_op, check_op_name, extensions_folder, op_report
+from zerotune.backend.op_builds import extensions_folder
+from zerotune.backend.ops import OpStatus, build_op, check_op_name, op_report
 from zerotune.cli import print_json, print_page
 from zerotune.errors import PlatformError, ZeroTuneError
 from zerotune.plan.memory.rates import RATE_NAMES, Rates, known_rates, store_rates

@@ -23,6 +23,7 @@ from zerotune.errors import (
     ZeroTuneError,
 )
 from zerotune.plan import keys as known_keys
+from zerotune.plan.keys import LAUNCH_IN_BLOCK, PLACES
 from zerotune.plan.section import Section, modelled, put_setting, unknown_key
 from zerotune.plan.sections import LaunchSection, ZeroSection
 from zerotune.plan.settings import Settings, read_launch
@@ -34,17 +35,6 @@ FILE = "deepspeed_config_file"
 DEFAULT_STAGE = 2
 """ZeRO stage that ``DeepSpeedPlugin`` uses if none is set."""
 STEPS: Final = "gradient_accumulation_steps"
-PLACES: Final = {
-    "zero_stage": "zero_optimization.stage",
-    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
-    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
-    "offload_param_device": "zero_optimization.offload_param.device",
-    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
-    STEPS: STEPS,
-    "gradient_clipping": "gradient_clipping",
-    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-}
-"""Paths in DeepSpeed's configuration, by key of the ``deepspeed_config`` block."""
 OF_THE_SCRIPT: Final = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -53,8 +43,6 @@ OF_THE_SCRIPT: Final = (
 )
 """DeepSpeed settings that accelerate takes from the script if the ``deepspeed_config`` block does
 not set them."""
-LAUNCH_IN_BLOCK = known_keys.ACCELERATE_BLOCK - PLACES.keys()
-"""Keys of the ``deepspeed_config`` block that are not passed to DeepSpeed."""
 TOP_LEVEL = frozenset(
     {
         "distributed_type",

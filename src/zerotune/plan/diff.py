@@ -13,7 +13,7 @@ from zerotune.errors import InvalidValueError
 from zerotune.plan.optimizer.choices import OptimizerChoice, SchedulerChoice
 from zerotune.plan.render import written
 from zerotune.plan.resolved import Resolved
-from zerotune.plan.section import join
+from zerotune.plan.section import join, leaves
 from zerotune.plan.settings import Settings
 
 ChangeKind = Literal["added", "removed", "changed"]
@@ -164,27 +164,19 @@ def _compare_all(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[C
     return tuple(_compare(before, after, ""))
 
 
-def _compare(before: Mapping[str, Any], after: Mapping[str, Any], path: str) -> Iterator[Change]:
+def _compare(before: Mapping[str, Any], after: Mapping[str, Any], above: str) -> Iterator[Change]:
     for name in [*before, *(key for key in after if key not in before)]:
-        key = join(path, str(name))
+        key = join(above, str(name))
         if name not in after:
-            yield from _leaves(before[name], key, "removed")
+            for path, value in leaves(before[name], key):
+                yield Change(key=path, kind="removed", before=value)
         elif name not in before:
-            yield from _leaves(after[name], key, "added")
+            for path, value in leaves(after[name], key):
+                yield Change(key=path, kind="added", after=value)
         elif isinstance(before[name], Mapping) and isinstance(after[name], Mapping):
             yield from _compare(before[name], after[name], key)
         elif before[name] != after[name]:
             yield Change(key=key, kind="changed", before=before[name], after=after[name])
-
-
-def _leaves(value: Any, key: str, kind: ChangeKind) -> Iterator[Change]:
-    if isinstance(value, Mapping) and value:
-        for name, item in value.items():
-            yield from _leaves(item, join(key, str(name)), kind)
-    elif kind == "added":
-        yield Change(key=key, kind=kind, after=value)
-    else:
-        yield Change(key=key, kind=kind, before=value)
 
 
 def _short(value: Any) -> str:

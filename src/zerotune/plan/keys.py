@@ -123,7 +123,19 @@ FP16: Final[frozenset[str]] = frozenset()
 OPTIMIZER: Final = frozenset({"legacy_fusion"})
 AIO: Final[frozenset[str]] = frozenset()
 
-ACCELERATE_BLOCK: Final = frozenset(
+PLACES: Final = {
+    "zero_stage": "zero_optimization.stage",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+}
+"""Paths in DeepSpeed's configuration, by key of accelerate's ``deepspeed_config`` block."""
+
+LAUNCH_IN_BLOCK: Final = frozenset(
     {
         "deepspeed_config_file",
         "deepspeed_exclusion_filter",
@@ -131,17 +143,12 @@ ACCELERATE_BLOCK: Final = frozenset(
         "deepspeed_inclusion_filter",
         "deepspeed_moe_layer_cls_names",
         "deepspeed_multinode_launcher",
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-        "offload_optimizer_device",
-        "offload_optimizer_nvme_path",
-        "offload_param_device",
-        "offload_param_nvme_path",
         "zero3_init_flag",
-        "zero3_save_16bit_model",
-        "zero_stage",
     }
 )
+"""Keys of the block that are not passed to DeepSpeed."""
+
+ACCELERATE_BLOCK: Final = LAUNCH_IN_BLOCK | PLACES.keys()
 """Keys that accelerate reads inside ``deepspeed_config``."""
 
 STARTING: Final = frozenset(

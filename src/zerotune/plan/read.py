@@ -14,6 +14,7 @@ from zerotune._util.text import did_you_mean, is_integer
 from zerotune.decisions import Decision, Log
 from zerotune.errors import InvalidValueError, PlanConflictError, ZeroTuneError
 from zerotune.plan import accelerate
+from zerotune.plan.keys import LAUNCH_IN_BLOCK, PLACES
 from zerotune.plan.section import Nested, Section, join, modelled, put_setting, read_section
 from zerotune.plan.sections import PRECISION_SYNONYMS, PRECISIONS, LaunchSection, ZeroSection
 from zerotune.plan.settings import Settings, SettingsT, passed_paths, read_launch, with_launch
@@ -257,7 +258,7 @@ class _Wrapped:
     def _named_in_block(self, block: Mapping[Any, Any]) -> tuple[Any, Mapping[Any, Any]]:
         """Return the configuration file that a block names, and its launch settings."""
         beside = {key: value for key, value in block.items() if key != accelerate.FILE}
-        others = sorted(str(key) for key in beside if key not in accelerate.LAUNCH_IN_BLOCK)
+        others = sorted(str(key) for key in beside if key not in LAUNCH_IN_BLOCK)
         if others:
             raise PlanConflictError(
                 f"names a file, so the block may not contain other keys: {', '.join(others)}",
@@ -381,7 +382,7 @@ def _again(
 
 _ZERO_KEY: Final = "zero_optimization"
 SHORT_NAMES: Final = {
-    **accelerate.PLACES,
+    **PLACES,
     "stage": f"{_ZERO_KEY}.stage",
     "offload_optimizer": f"{_ZERO_KEY}.offload_optimizer.device",
     "offload_param": f"{_ZERO_KEY}.offload_param.device",

@@ -241,18 +241,32 @@ def join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def value_at(config: Any, path: str) -> Any:
-    """Return the value at a path in nested mappings; ``UNSET`` if there is none.
+def value_at(config: Any, path: str, unset: Any = UNSET) -> Any:
+    """Return the value at a path in nested sections or mappings.
 
     Args:
-        config: The mappings.
+        config: The section or the mapping.
         path: Keys, joined with dots.
+        unset: Result for a key that a mapping lacks; in a section, such a key is ``None``.
     """
     for name in path.split("."):
-        if not isinstance(config, Mapping) or name not in config:
-            return UNSET
-        config = config[name]
+        if isinstance(config, Section):
+            kept: Mapping[str, Any] = getattr(config, "extra", {})
+            config = getattr(config, name) if hasattr(config, name) else kept.get(name)
+        elif isinstance(config, Mapping) and name in config:
+            config = config[name]
+        else:
+            return unset
     return config
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield path and value of each setting in nested mappings; an empty mapping is one too."""
+    if isinstance(value, Mapping) and value:
+        for name, item in value.items():
+            yield from leaves(item, join(path, str(name)))
+    else:
+        yield path, value
 
 
 def put_setting(node: dict[str, Any], path: str, value: Any) -> Any:

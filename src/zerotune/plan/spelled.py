@@ -10,7 +10,7 @@ import attrs
 
 from zerotune.decisions import Log, Rejected
 from zerotune.errors import REMOVAL, PlanConflictError
-from zerotune.plan.keys import REMOVED, REMOVED_ZERO, ZERO_ALIASES
+from zerotune.plan.keys import PLACES, REMOVED, REMOVED_ZERO, ZERO_ALIASES
 from zerotune.plan.section import join
 from zerotune.plan.values import LARGEST_INTEGER, Boolean
 
@@ -30,7 +30,7 @@ _LEGACY_OFFLOAD = {
 
 
 _SAVED_WHOLE: Final = "zero3_save_16bit_model"
-_GATHER: Final = "stage3_gather_16bit_weights_on_model_save"
+_GATHER: Final = PLACES[_SAVED_WHOLE].rpartition(".")[2]
 _GATHER_ALIASES: Final = tuple(name for name, key in ZERO_ALIASES.items() if key == _GATHER)
 
 

@@ -19,14 +19,12 @@ from zerotune.errors import UNSET, InvalidValueError, PlanFileError, PlanSyntaxE
 from zerotune.plan.accelerate import (
     BLOCK,
     FILE,
-    LAUNCH_IN_BLOCK,
     OF_THE_SCRIPT,
-    PLACES,
     STEPS,
     TOP_LEVEL,
     device_list,
 )
-from zerotune.plan.keys import STARTING
+from zerotune.plan.keys import LAUNCH_IN_BLOCK, PLACES, STARTING
 from zerotune.plan.section import Nested, Section, modelled, put_setting, value_at
 from zerotune.plan.sections import FP16_BESIDE, PRECISIONS, LaunchSection
 from zerotune.plan.settings import Settings, SettingsT, passed_paths

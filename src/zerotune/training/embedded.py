@@ -35,7 +35,7 @@ from zerotune.backend.distributed import together
 from zerotune.backend.engine import Engine
 from zerotune.backend.host.engine import HostEngine
 from zerotune.backend.launch import Launch
-from zerotune.backend.ops import folder_decisions
+from zerotune.backend.op_builds import folder_decisions
 from zerotune.backend.process_groups import deepspeed_groups
 from zerotune.backend.stored import require_read
 from zerotune.checkpoint import load_checkpoint, save_checkpoint

@@ -40,7 +40,7 @@ def test_an_engine_compiles_into_the_folder_of_its_environment_and_says_so(tmp_p
     import torch
 
     from zerotune import DeepSpeedPlan
-    from zerotune.backend.ops import FOLDER, _environments_folder, extensions_folder
+    from zerotune.backend.op_builds import FOLDER, _environments_folder, extensions_folder
 
     compiled = extensions_folder()
     _environments_folder.cache_clear()
@@ -68,13 +68,13 @@ def test_a_failed_start_names_a_lock_that_may_belong_to_another_machine(
     os.utime(lock, (0, time.time() - 3600))
     from deepspeed.ops.op_builder.builder import OpBuilder
 
-    from zerotune.backend import ops
+    from zerotune.backend import op_builds
     from zerotune.errors import PlatformError
 
     # Imitate a process that has not loaded the op yet.
     OpBuilder._loaded_ops.clear()
     os.environ["TORCH_EXTENSIONS_DIR"] = str(tmp_path)
-    ops.filesystem_kind = lambda _folder: "nfs4"
+    op_builds.filesystem_kind = lambda _folder: "nfs4"
     with pytest.raises(PlatformError) as refused:
         started(engine)
     message = str(refused.value)

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from zerotune.backend.ops import diagnose_build, missing_module
+from zerotune.backend.op_causes import diagnose_build, missing_module
 
 
 def torch_error(output):

@@ -12,8 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from zerotune.backend import ops
-from zerotune.backend.ops import FOLDER, build_folder, building, extensions_folder, folder_decisions
+from zerotune.backend import op_builds
+from zerotune.backend.op_builds import (
+    FOLDER,
+    build_folder,
+    building,
+    extensions_folder,
+    folder_decisions,
+)
 
 needs_tools = pytest.mark.skipif(
     shutil.which("c++") is None or shutil.which("ninja") is None,
@@ -26,9 +32,9 @@ def unset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Let zerotune choose the folder, below a temporary cache."""
     monkeypatch.delenv(FOLDER, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    ops._environments_folder.cache_clear()
+    op_builds._environments_folder.cache_clear()
     yield
-    ops._environments_folder.cache_clear()
+    op_builds._environments_folder.cache_clear()
 
 
 def folder_with(monkeypatch: pytest.MonkeyPatch, change: str) -> Path:
@@ -41,10 +47,10 @@ def folder_with(monkeypatch: pytest.MonkeyPatch, change: str) -> Path:
         elif change == "torch path":
             patch.setattr(torch, "__file__", "/other/site-packages/torch/__init__.py")
         elif change == "deepspeed version":
-            patch.setattr(ops, "installed_version", lambda _name: "0.99.0")
+            patch.setattr(op_builds, "installed_version", lambda _name: "0.99.0")
         elif change == "virtual environment":
             patch.setattr(sys, "prefix", "/other")
-        ops._environments_folder.cache_clear()
+        op_builds._environments_folder.cache_clear()
         return extensions_folder()
 
 
@@ -100,7 +106,7 @@ TINY = """
 import sys
 from pathlib import Path
 from torch.utils import cpp_extension
-from zerotune.backend.ops import build_folder, building, why_stale
+from zerotune.backend.op_builds import build_folder, building, why_stale
 
 folder = build_folder("tiny")
 if folder.exists():

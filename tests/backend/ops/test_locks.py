@@ -16,19 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from zerotune.backend import ops
-from zerotune.backend.ops import (
-    FOLDER,
-    LivingLock,
-    build_folder,
-    building,
-    built_library,
-)
+from zerotune.backend import op_builds
+from zerotune.backend.op_builds import FOLDER, LivingLock, build_folder, building, built_library
 from zerotune.errors import PlatformError
 
 HOLD = """
 import sys, time
-from zerotune.backend.ops import LivingLock
+from zerotune.backend.op_builds import LivingLock
 assert LivingLock(sys.argv[1]).try_acquire()
 print("held", flush=True)
 time.sleep(60)
@@ -71,7 +65,7 @@ def test_a_killed_build_does_not_block_the_next_one(
 def test_waiting_for_a_lock_is_logged(
     lock: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(ops, "SILENT_FOR", 0.0)
+    monkeypatch.setattr(op_builds, "SILENT_FOR", 0.0)
     first, second = LivingLock(str(lock)), LivingLock(str(lock), wait_seconds=0.01)
     assert first.try_acquire()
     taken = threading.Event()
@@ -121,7 +115,7 @@ def test_a_killed_build_of_plain_torch_does_not_block_the_next_one(
     lock: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with _with_torchs_lock(lock, TORCHS) as process:
-        ops.remove_if_dead(lock)
+        op_builds.remove_if_dead(lock)
         assert lock.exists(), "its process lives"
         process.send_signal(signal.SIGKILL)
     assert lock.read_bytes() == b"", "torch says nothing about whose it is"
@@ -234,7 +228,7 @@ def test_a_build_of_any_op_that_was_killed_does_not_block_the_next_start(
 def test_a_lock_of_another_machine_raises_an_error_that_names_it(
     lock: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ops, "filesystem_kind", lambda _folder: "nfs4")
+    monkeypatch.setattr(op_builds, "filesystem_kind", lambda _folder: "nfs4")
     lock.touch()
     os.utime(lock, (0, time.time() - 3600))
     with pytest.raises(PlatformError, match=f"delete {lock}"):
@@ -263,7 +257,7 @@ def test_torch_compiles_extensions_under_our_lock() -> None:
 def test_a_compilation_says_that_it_goes_on_until_it_ends(
     lock: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(ops, "SAID_EVERY", 0.01)
+    monkeypatch.setattr(op_builds, "SAID_EVERY", 0.01)
     held = LivingLock(str(lock))
     with caplog.at_level("WARNING", logger="zerotune"):
         assert held.try_acquire()

@@ -33,7 +33,7 @@ from zerotune.backend.master_weights import (
     require_trainable,
     trainable_parameters,
 )
-from zerotune.backend.ops import building, folder_decisions
+from zerotune.backend.op_builds import building, folder_decisions
 from zerotune.backend.optimizers.client import (
     build_client_optimizer,
     chosen_optimizer,

@@ -68,7 +68,7 @@ from zerotune.backend.master_weights import (
     OptimizerStates,
     Slab,
 )
-from zerotune.backend.ops import folder_decisions
+from zerotune.backend.op_builds import folder_decisions
 from zerotune.backend.optimizers.classes import AdamW8BitStates, AdamWBF16States
 from zerotune.backend.optimizers.client import (
     chosen_optimizer,

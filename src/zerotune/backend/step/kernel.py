@@ -24,17 +24,9 @@ import torch
 
 from zerotune._util.files import write_atomically
 from zerotune.backend.master_weights import EMAUpdate
-from zerotune.backend.ops import (
-    BuildLock,
-    OpState,
-    OpStatus,
-    build_folder,
-    building,
-    built_library,
-    missing_compiler,
-    missing_ninja,
-    naming_the_cause,
-)
+from zerotune.backend.op_builds import BuildLock, build_folder, building, built_library
+from zerotune.backend.op_causes import naming_the_cause
+from zerotune.backend.ops import OpState, OpStatus, missing_compiler, missing_ninja
 from zerotune.backend.optimizers.classes import Codebook
 from zerotune.platform.toolchain import Toolchain, detect_compilers
 

@@ -21,8 +21,8 @@ from zerotune.plan.rules.rule import (
     number,
     rule,
     wide_weight,
-    written_at,
 )
+from zerotune.plan.section import value_at
 from zerotune.plan.settings import Settings
 from zerotune.plan.values import AUTO
 
@@ -62,7 +62,7 @@ def optimizer_lr_unset(case: Case, this: Rule) -> Findings:
 
     Without any argument, the weight decay of AdamW differs too. Plans made in code have no finding.
     """
-    params = written_at(case.plan, "optimizer.params") or {}
+    params = value_at(case.plan, "optimizer.params", None) or {}
     name = case.plan.optimizer_name if is_from_file(case.plan) and case.plan.optimizer else None
     if name in ("Adam", "AdamW") and "lr" not in params and case.context.run.lr is None:
         defaults = {each.name: each.default for each in entry_of(name).parameters}
@@ -87,7 +87,7 @@ def muon_convolutions(case: Case, this: Rule) -> Findings:
     """
     plan, wide = case.plan, wide_weight(case)
     if plan.optimizer_name == "Muon" and wide is not None and plan.stage in (2, 3):
-        yield this.finding("optimizer.type", written_at(plan, "optimizer.type"), wide=wide)
+        yield this.finding("optimizer.type", value_at(plan, "optimizer.type", None), wide=wide)
 
 
 # -- Rules on the learning-rate schedule and the length of the run.
@@ -222,7 +222,7 @@ def scheduler_peak_unset(case: Case, this: Rule) -> Findings:
     Plans made in code have no finding.
     """
     missing = is_from_file(case.plan) and "warmup_max_lr" not in schedule_params(case.plan)
-    lr = number(written_at(case.plan, "optimizer.params.lr"))
+    lr = number(value_at(case.plan, "optimizer.params.lr", None))
     if schedule_name(case.plan) == "WarmupDecayLR" and missing and lr != _DECAY_PEAK:
         shown = f'"{AUTO}"' if lr is None else f"{lr:g}"
         edits = writes(AUTO if lr is None else lr, _DECAY_PEAK)
@@ -261,7 +261,7 @@ def number_as_text(case: Case, this: Rule) -> Findings:
     Without zerotune, DeepSpeed treats the argument as text.
     """
     for name in ("optimizer", "scheduler"):
-        for key, value in (written_at(case.plan, f"{name}.params") or {}).items():
+        for key, value in (value_at(case.plan, f"{name}.params", None) or {}).items():
             if isinstance(value, str) and as_number(value) is not None:
                 edits = writes(as_number(value))
                 path = f"{name}.params.{key}"

@@ -25,10 +25,10 @@ from zerotune.plan.rules.rule import (
     Rule,
     active,
     offload_section,
-    written_at,
 )
 from zerotune.plan.section import (
     Section,
+    value_at,
 )
 from zerotune.plan.sections import only_precision
 from zerotune.plan.settings import Settings
@@ -57,7 +57,7 @@ def setting_rule(
     def check(case: Case, this: Rule) -> Findings:
         plan = case.plan
         for path, refused in settings.items():
-            value = written_at(plan, path)
+            value = value_at(plan, path, None)
             if refused(value):
                 shown = value.to_dict() if isinstance(value, Section) else value
                 yield this.finding(path, shown, after=after, stage=plan.stage)
@@ -195,7 +195,7 @@ SETTING_RULES: Final = (
         "error",
         {"prescale_gradients": is_other(False), "gradient_predivide_factor": is_other(1)},
         stages=(2, 3),
-        when=lambda plan: written_at(plan, f"{ZERO_PATH}.reduce_scatter") is not False,
+        when=lambda plan: value_at(plan, f"{ZERO_PATH}.reduce_scatter", None) is not False,
         summary="At stages 2 and 3, DeepSpeed rejects scaling gradients before the reduction.",
         reason="at stage {stage} with reduce_scatter (the default), DeepSpeed rejects scaled "
         "gradients",
@@ -239,7 +239,9 @@ SETTING_RULES: Final = (
         "dynamic-loss-scale",
         "error",
         {"fp16.loss_scale_window": is_one(0), "fp16.min_loss_scale": is_one(0)},
-        when=lambda plan: _scales(plan) and written_at(plan, "fp16.loss_scale") in (None, 0, AUTO),
+        when=lambda plan: (
+            _scales(plan) and value_at(plan, "fp16.loss_scale", None) in (None, 0, AUTO)
+        ),
         summary="A dynamic loss scale needs ``loss_scale_window`` and ``min_loss_scale`` above 0.",
         reason="DeepSpeed rejects the value 0 with a dynamic loss scale",
         edits=writes(1),

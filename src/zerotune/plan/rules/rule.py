@@ -7,7 +7,7 @@ generated from ``RULES``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import attrs
@@ -23,9 +23,7 @@ from zerotune.errors import (
 from zerotune.plan.context import Context
 from zerotune.plan.resolve.batch import clipping
 from zerotune.plan.resolve.case import Case
-from zerotune.plan.section import (
-    Section,
-)
+from zerotune.plan.section import value_at
 from zerotune.plan.sections import OffloadSection
 from zerotune.plan.settings import Settings
 from zerotune.plan.values import AUTO
@@ -207,18 +205,6 @@ def wide_weight(case: Case) -> str | None:
     return next((each.name for each in trained if len(each.shape) > 2), None)
 
 
-def written_at(plan: Settings, path: str) -> Any:
-    """Return the value at a path, or ``None`` if it is not set."""
-    value: Any = plan
-    for name in path.split("."):
-        if isinstance(value, Section):
-            kept: Mapping[str, Any] = getattr(value, "extra", {})
-            value = getattr(value, name) if hasattr(value, name) else kept.get(name)
-        else:
-            value = value.get(name) if isinstance(value, Mapping) else None
-    return value
-
-
 def swaps_optimizer(plan: Settings) -> bool:
     """Whether the optimizer is offloaded to NVMe."""
     return plan.stage == 3 and plan.offload_optimizer_device == "nvme"
@@ -238,7 +224,7 @@ def set_twice(case: Case, this: Rule, key: str, places: tuple[str, ...]) -> Find
     """Yield a finding for each of ``places`` that contradicts the top-level ``key``."""
     first = getattr(case.plan, key)
     for place in places:
-        second = written_at(case.plan, place)
+        second = value_at(case.plan, place, None)
         if is_number(first) and is_number(second) and first != second:
             yield this.finding(place, second, key=key, first=first)
 

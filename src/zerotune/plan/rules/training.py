@@ -14,7 +14,8 @@ from zerotune.plan.optimizer.names import clipping_in_optimizer
 from zerotune.plan.resolve.batch import ACCUMULATION, CLIPPING, MICRO, clipping_sources
 from zerotune.plan.resolve.case import Case
 from zerotune.plan.resolve.precision import rehearses_in_bf16
-from zerotune.plan.rules.rule import Findings, Rule, rule, set_twice, written_at
+from zerotune.plan.rules.rule import Findings, Rule, rule, set_twice
+from zerotune.plan.section import value_at
 from zerotune.plan.sections import only_precision
 from zerotune.plan.values import AUTO
 
@@ -56,7 +57,7 @@ def accumulation_twice(case: Case, this: Rule) -> Findings:
 )
 def world_size(case: Case, this: Rule) -> Findings:
     """The number of processes in the launcher's file differs from the world size of the plan."""
-    asked = written_at(case.plan, "launch.num_processes")
+    asked = value_at(case.plan, "launch.num_processes", None)
     ranks = case.context.world_size
     # accelerate writes -1 for "as many as there are devices".
     if asked is not None and asked > 0 and asked != ranks:
@@ -99,7 +100,7 @@ def clipping_in_the_optimizer(case: Case, this: Rule) -> Findings:
 
     Write ``gradient_clipping`` at the top level instead.
     """
-    error = clipping_in_optimizer(written_at(case.plan, "optimizer.params") or {})
+    error = clipping_in_optimizer(value_at(case.plan, "optimizer.params", None) or {})
     if error is not None:
         yield this.refused(error)
 
@@ -129,7 +130,7 @@ def precision_conflict(case: Case, this: Rule) -> Findings:
     Disable one of the two precisions, and set the launcher's ``mixed_precision`` to the other.
     """
     plan = case.plan
-    written = {name: written_at(plan, f"{name}.enabled") for name in ("bf16", "fp16")}
+    written = {name: value_at(plan, f"{name}.enabled", None) for name in ("bf16", "fp16")}
     if all(enabled is True for enabled in written.values()):
         yield this.finding(
             "fp16.enabled",
@@ -140,7 +141,7 @@ def precision_conflict(case: Case, this: Rule) -> Findings:
         )
         return
     asked = [name for name, enabled in written.items() if enabled is True]
-    key, launched = "launch.mixed_precision", written_at(plan, "launch.mixed_precision")
+    key, launched = "launch.mixed_precision", value_at(plan, "launch.mixed_precision", None)
     if launched == "fp8":
         reason = "zerotune does not train in fp8"
         edits = writes(*asked) or writes("bf16", "fp16", "no")
@@ -168,7 +169,11 @@ def precision_unsupported(case: Case, this: Rule) -> Findings:
     plan = case.plan
     both = all(section and section.enabled is True for section in (plan.bf16, plan.fp16))
     # Another rule reports contradictory settings.
-    if case.context.platform is None or both or written_at(plan, "launch.mixed_precision") == "fp8":
+    if (
+        case.context.platform is None
+        or both
+        or value_at(plan, "launch.mixed_precision", None) == "fp8"
+    ):
         return
     try:
         _ = case.precision

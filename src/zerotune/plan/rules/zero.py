@@ -30,7 +30,6 @@ from zerotune.plan.rules.rule import (
     offload_section,
     rule,
     wide_weight,
-    written_at,
     zero_extra,
 )
 from zerotune.plan.schema import faults, passed_schema
@@ -40,6 +39,7 @@ from zerotune.plan.section import (
     misplaced_key,
     modelled,
     unknown_key,
+    value_at,
 )
 from zerotune.plan.settings import Settings
 from zerotune.plan.values import AUTO
@@ -207,7 +207,7 @@ def parallelism(case: Case, this: Rule) -> Findings:
         for path in (f"{section}.{name}", f"{section}.{section}_{name}"):
             places[path] = f"launch.{path}", counted
     for path, (written, counted) in places.items():
-        value = written_at(case.plan, written)
+        value = value_at(case.plan, written, None)
         asked = as_number(value)
         if asked is not None and asked > 1:
             yield this.finding(path, value, value=value, counted=counted)
@@ -278,7 +278,7 @@ def gradient_sum(case: Case, this: Rule) -> Findings:
     if not isinstance(value, str) or value.lower() != "sum":
         return
     refusals = {
-        "with DeepCompile": written_at(plan, "compile.deepcompile") is True,
+        "with DeepCompile": value_at(plan, "compile.deepcompile", None) is True,
         "with ZenFlow": zero_extra(plan, "zenflow") is not None,
         "at stage 3": plan.stage == 3,
     }
