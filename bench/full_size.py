@@ -205,7 +205,8 @@ class Run:
         lap("optimizer")
         for shadow in self._shadows.values():
             shadow.step()
-        # Hidden updates and those that wait for a clipped norm end here, or in the next forward pass.
+        # Hidden updates, and those that wait for a clipped norm, end here or in the next forward
+        # pass.
         engine.master_weights.settle()
         lap("settling")
         return {**found, "loss": float(loss.detach())}

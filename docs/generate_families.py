@@ -32,12 +32,14 @@ from zerotune.diffusion.models.declared import (
     QwenImageEdit,
     QwenImageEditPlus,
     Sana,
-    StableDiffusion,
-    StableDiffusion3,
-    StableDiffusionXL,
     Wan,
     WanLowNoise,
     ZImage,
+)
+from zerotune.diffusion.models.stable_diffusion import (
+    StableDiffusion,
+    StableDiffusion3,
+    StableDiffusionXL,
 )
 from zerotune.errors import NothingFitsError
 from zerotune.plan import DeepSpeedPlan

@@ -24,12 +24,7 @@ from zerotune.diffusion import encode_dataset, load_pretrained
 from zerotune.diffusion.data import AspectBuckets, Augmentation, ImageFolder, PreparedImages
 from zerotune.diffusion.data.cache import CacheSettings
 from zerotune.diffusion.data.preparation import REFERENCE_IMAGES
-from zerotune.diffusion.models.declared import (
-    Flux,
-    QwenImage,
-    StableDiffusion3,
-    StableDiffusionXL,
-)
+from zerotune.diffusion.models.declared import Flux, QwenImage
 from zerotune.diffusion.models.family import Conditioning, Denoiser, Drawing, config_of
 from zerotune.diffusion.models.pipeline import (
     Blueprint,
@@ -40,6 +35,7 @@ from zerotune.diffusion.models.pipeline import (
     pipeline_class,
 )
 from zerotune.diffusion.models.pipeline_family import REFERENCES, PipelineFamily
+from zerotune.diffusion.models.stable_diffusion import StableDiffusion3, StableDiffusionXL
 from zerotune.diffusion.pretrained import Pretrained
 from zerotune.errors import DataError, InvalidValueError
 from zerotune.training import SaveEvery, ValidationImages

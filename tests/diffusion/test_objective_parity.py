@@ -28,7 +28,8 @@ from zerotune.diffusion import (
     InputPerturbation,
     OffsetNoise,
 )
-from zerotune.diffusion.models.declared import Flux, StableDiffusion3, StableDiffusionXL
+from zerotune.diffusion.models.declared import Flux
+from zerotune.diffusion.models.stable_diffusion import StableDiffusion3, StableDiffusionXL
 
 STEPS = 4
 SDXL = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}

@@ -24,7 +24,7 @@ from zerotune import EMAShadow, export_model
 from zerotune.diffusion import DataStream
 from zerotune.diffusion.data import AspectBuckets, ImageFolder, PreparedImages
 from zerotune.diffusion.known_families import FAMILIES, FAMILY_NAMES, named_family
-from zerotune.diffusion.models.declared import StableDiffusionXL
+from zerotune.diffusion.models.stable_diffusion import StableDiffusionXL
 from zerotune.errors import (
     DataError,
     InvalidValueError,

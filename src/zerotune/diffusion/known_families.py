@@ -28,14 +28,16 @@ from zerotune.diffusion.models.declared import (
     QwenImageEdit,
     QwenImageEditPlus,
     Sana,
-    StableDiffusion,
-    StableDiffusion3,
-    StableDiffusionXL,
     Wan,
     WanLowNoise,
     ZImage,
 )
 from zerotune.diffusion.models.pipeline_family import PipelineFamily
+from zerotune.diffusion.models.stable_diffusion import (
+    StableDiffusion,
+    StableDiffusion3,
+    StableDiffusionXL,
+)
 from zerotune.errors import InvalidValueError
 from zerotune.platform.detect import first_line
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from zerotune.diffusion import load_pretrained
-from zerotune.diffusion.models.declared import Flux, StableDiffusionXL
+from zerotune.diffusion.models.declared import Flux
+from zerotune.diffusion.models.stable_diffusion import StableDiffusionXL
 from zerotune.errors import DataError
 
 TEXTS = ["a cat", "the dog ran", ""]

@@ -33,8 +33,8 @@ from zerotune.diffusion import (
     load_pretrained,
 )
 from zerotune.diffusion.known_families import FAMILIES
-from zerotune.diffusion.models.declared import (
-    Flux,
+from zerotune.diffusion.models.declared import Flux
+from zerotune.diffusion.models.stable_diffusion import (
     StableDiffusion,
     StableDiffusion3,
     StableDiffusionXL,

@@ -17,9 +17,10 @@ from tests.support.declared_pipelines import _video_vae, flow, language_model, l
 from tests.support.pipelines import alive, flux, sdxl, t5_tokenizer
 from tests.support.runs import PLAIN, start
 from zerotune.diffusion import load_pretrained, sample
-from zerotune.diffusion.models.declared import Flux, QwenImage, StableDiffusionXL, Wan
+from zerotune.diffusion.models.declared import Flux, QwenImage, Wan
 from zerotune.diffusion.models.family import Drawing
 from zerotune.diffusion.models.modular import blocks_pipeline
+from zerotune.diffusion.models.stable_diffusion import StableDiffusionXL
 from zerotune.errors import InvalidValueError, MissingDependencyError
 
 MAKERS = {"sdxl": sdxl, "flux": flux, **{name: DECLARED[name] for name in ("qwen-image", "wan")}}

@@ -7,7 +7,8 @@ import torch
 from diffusers import FluxPipeline
 
 from tests.support import pipelines
-from zerotune.diffusion.models.declared import Flux, StableDiffusionXL
+from zerotune.diffusion.models.declared import Flux
+from zerotune.diffusion.models.stable_diffusion import StableDiffusionXL
 from zerotune.errors import DataError
 
 

@@ -22,7 +22,7 @@ from zerotune.diffusion.data import (
     ImageFolder,
 )
 from zerotune.diffusion.data.order import Draw
-from zerotune.diffusion.models.declared import StableDiffusionXL
+from zerotune.diffusion.models.stable_diffusion import StableDiffusionXL
 from zerotune.errors import DataError, InvalidValueError
 
 needs("peft")
