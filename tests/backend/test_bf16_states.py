@@ -12,7 +12,13 @@ from hypothesis import given
 
 from tests.support.ranks import ranks
 from tests.support.runs import Case, start
-from zerotune.backend.optimizers.classes import AdamWBF16States, round_stochastically
+from zerotune.backend.optimizers.classes import (
+    AdamWBF16States,
+    noise_bits,
+    noise_key,
+    round_stochastically,
+)
+from zerotune.plan.memory.hosted import NOISE_PERIOD
 
 EVERY = torch.arange(2**16, dtype=torch.int32)
 """Every draw of 16 bits, once."""
@@ -41,6 +47,53 @@ def test_rounding_does_not_change_bf16_values(value):
     if exact in (float("inf"), float("-inf")):
         return
     assert set(rounded(exact).tolist()) == {exact}
+
+
+# -- Random bits.
+
+
+def drawn(taken: int, group: int = 0, count: int = NOISE_PERIOD) -> torch.Tensor:
+    return noise_bits(noise_key(taken, group), torch.arange(count, dtype=torch.int32))
+
+
+def lowbias32(x: Any) -> Any:
+    """The published hash, in 64 bits."""
+    x = (x ^ x >> 16) * 0x7FEB352D & 0xFFFFFFFF
+    x = (x ^ x >> 15) * 0x846CA68B & 0xFFFFFFFF
+    return x ^ x >> 16
+
+
+@pytest.mark.parametrize("taken", [0, 3, 70_000])
+def test_bits_are_those_of_the_published_hash_without_64_bit_integers(taken):
+    key, count = noise_key(taken, 1), 100_003
+    expected = lowbias32(torch.arange(count) ^ key)
+    assert torch.equal(drawn(taken, 1, count), expected.int())
+    # They repeat after a period, also where positions no longer fit in 32 bits.
+    far = torch.arange(3 * NOISE_PERIOD + 2**33, 3 * NOISE_PERIOD + 2**33 + count).int()
+    assert torch.equal(noise_bits(key, far), expected.int())
+
+
+@pytest.mark.parametrize("shift", [0, 16])
+def test_each_sixteen_bits_are_uniform(shift):
+    counts = torch.bincount(drawn(5) >> shift & 0xFFFF, minlength=2**16).double()
+    expected = NOISE_PERIOD / 2**16
+    # Chi-squared with 65,535 degrees of freedom has a standard deviation of 362.
+    assert float(((counts - expected) ** 2 / expected).sum()) == pytest.approx(2**16, abs=5 * 362)
+
+
+@pytest.mark.parametrize("shift", [0, 16])
+def test_bits_are_independent_over_steps_groups_and_positions(shift):
+    def numbers(taken: int, group: int = 0) -> torch.Tensor:
+        found = (drawn(taken, group, 2**20) >> shift & 0xFFFF).double()
+        return (found - found.mean()) / found.std()
+
+    first = numbers(5)
+    others = [numbers(taken) for taken in (4, 6, 7, 5 + 2**16)] + [numbers(5, 1)]
+    others += [first.roll(by) for by in (1, 2, 64, 3072, 2**16)]
+    # A correlation of independent numbers has a standard deviation of 2^-10.
+    assert max(abs(float((first * other).mean())) for other in others) < 5 * 2**-10
+    # Neither does a number say how far the next step's is from its middle.
+    assert max(abs(float((first**2 * other**2).mean()) - 1) for other in others) < 5 * 2**-10
 
 
 def steps(optimizer: Any, weight: torch.nn.Parameter, count: int, seed: int = 0) -> None:

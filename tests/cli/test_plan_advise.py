@@ -121,7 +121,7 @@ class TestWhenSomethingFits:
         printed = capsys.readouterr()
         memory = json.loads(printed.out)["streamed"]["memory"]
         assert memory > 12 * GIB
-        assert "enable it in your script (docs/streaming.md)" in printed.err
+        assert f'write streamed: {{"memory": {memory}' in printed.err
         assert "plan.resolve(" not in printed.err
 
     def test_an_update_on_the_device_is_asked_for_by_name(self, tmp_path, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 
 import attrs
 import pytest
@@ -20,8 +21,16 @@ from tests.device.cases import (
     run,
     started,
 )
+from zerotune.backend.host.updates import OptimizerOnDevice
 from zerotune.backend.optimizers.classes import Lamb
 from zerotune.plan.context import DeviceUpdate, Streaming
+from zerotune.plan.facts import ModelFacts
+from zerotune.plan.memory.items import Workload
+from zerotune.plan.memory.traffic import step_traffic
+from zerotune.plan.optimizer.resolver import OptimizerResolver
+from zerotune.plan.plan import DeepSpeedPlan
+from zerotune.platform import Platform
+from zerotune.training.setup import build_engine
 
 pytestmark = pytest.mark.deepspeed
 
@@ -116,3 +125,57 @@ def test_a_resumed_run_is_that_without_interruption(changes, tmp_path):
     case = attrs.evolve(CASE, **changes)
     whole = run(case, 0, 1.0, tmp_path)
     assert not differences(whole, run(attrs.evolve(case, middle="resume"), 1, 0.05, tmp_path))
+
+
+class Square(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(1024, 1024, bias=False)
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "masters"),
+    [
+        pytest.param(*each, marks=() if each == ("Adafactor", "stochastic") else pytest.mark.nightly)
+        for each in product(("AdamW", "Adafactor"), ("fp32", "split", "stochastic"))
+    ],
+)
+@on_device()
+def test_the_predicted_traffic_of_updates_is_what_their_operators_read_and_write(
+    optimizer, masters, monkeypatch
+):
+    clock, counted = torch.simdev.clock, []
+    own = OptimizerOnDevice._run
+
+    def watched(self, *arguments):
+        clock.scale(label="update")
+        own(self, *arguments)
+        clock.scale()
+
+    monkeypatch.setattr(OptimizerOnDevice, "_run", watched)
+    plan = DeepSpeedPlan.build(
+        stage=2, offload="cpu", precision="bf16", micro_batch_size=1, gradient_clipping=0,
+        optimizer={"type": optimizer, "params": {"lr": 1e-3}},
+    ).with_overrides({"zero_optimization.offload_optimizer.pin_memory": True})  # fmt: skip
+    model = torch.nn.Sequential(*(Square() for _ in range(3)))
+    resolved = plan.resolve(
+        platform=Platform.synthetic("cuda", vram=8 * 2**30, ram=24 * 2**30),
+        model=ModelFacts.from_module(model), world_size=1,
+        streamed=Streaming(units=("Square",), window=2), update=DeviceUpdate(masters=masters),
+    )  # fmt: skip
+    expected = step_traffic(resolved.estimate(Workload())).on_device
+    clock.rates({"memory": 1e12, "half": 1e15, "single": 1e15, "latency": 0.0, "launch": 0.0})
+    with build_engine(model=model, plan=OptimizerResolver().apply(resolved)) as engine:
+        for _ in range(3):
+            clock.reset()
+            clock.record(True)
+            x = torch.ones(1, 1024, device=engine.device, dtype=torch.bfloat16)
+            engine.backward(engine(x).float().square().mean())
+            engine.step()
+            engine.master_weights.settle()
+            spans = [s for s in clock.spans() if (s.lane, s.label) == ("compute", "update")]
+            counted.append(sum(span.bytes for span in spans))
+    assert counted[-1] == pytest.approx(expected, rel=0.05)

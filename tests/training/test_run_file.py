@@ -11,7 +11,7 @@ import yaml
 from PIL import Image
 
 from zerotune.errors import CheckpointError, PlanFileError, ZeroTuneError
-from zerotune.plan.plan import DeepSpeedPlan
+from zerotune.plan import DeepSpeedPlan, Streaming
 from zerotune.training.run import train
 from zerotune.training.run_file import RunFile, schema
 
@@ -161,17 +161,51 @@ def test_the_update_reaches_the_advice(tmp_path):
     assert RunFile.load(written(tmp_path, content)).chosen_plan().update.name == "device:split"
 
 
-def test_overrides_need_a_plan_of_the_file(tmp_path):
-    run = RunFile.load(written(tmp_path, {**RUN, "plan": "advise", "overrides": {"bf16": True}}))
-    with pytest.raises(ZeroTuneError, match="overrides"):
-        run.chosen_plan()
+@pytest.mark.parametrize(
+    "setting", ["overrides: {bf16: true}", "streamed: true", "streamed: {window: 4}"]
+)
+def test_what_replaces_the_advice_needs_a_plan_of_the_file(tmp_path, setting):
+    text = f"model: x\nfamily: sd15\ndata: {{folder: photos}}\nsteps: 5\n{setting}\n"
+    name = setting.partition(":")[0]
+    with pytest.raises(ZeroTuneError, match=f"line 5: {name}.* plan that the file names"):
+        RunFile.load(written(tmp_path, text))
+
+
+def test_streaming_is_a_switch_or_its_options(tmp_path):
+    path = written(tmp_path)
+    assert RunFile.load(path).streamed is None
+    assert RunFile.load(path, overrides=["streamed=on"]).streamed is True
+    asked = ["streamed.memory=6GiB", "streamed.split_masters=true", "streamed.units=Block"]
+    options = RunFile.load(path, overrides=asked).streamed
+    assert options == Streaming(memory="6GiB", split_masters=True, units=("Block",))
+    assert options.to_dict() == {"memory": 6 * 2**30, "split_masters": True, "units": ("Block",)}
+    assert RunFile.load(written(tmp_path, {**RUN, "streamed": {}})).streamed == Streaming()
+    content = yaml.safe_dump(RUN) + "streamed:\n  memory: much\n  window: 1\n  room: 2\n"
+    with pytest.raises(ZeroTuneError) as raised:
+        RunFile.load(written(tmp_path, content))
+    start = content.splitlines().index("streamed:") + 2
+    lines = [f"line {start + index}: streamed.{name}" for index, name in
+             enumerate(("memory", "window", "room"))]  # fmt: skip
+    found = [str(each) for each in raised.value.each()]
+    assert [line for line in lines if not any(line in each for each in found)] == []
+
+
+def test_a_run_may_exclude_streamed_plans_from_the_advice(tmp_path):
+    content = {**RUN, "plan": "advise", "family": "sd15", "streamed": False}
+    assert RunFile.load(written(tmp_path, content)).chosen_plan().streamed is None
 
 
 def test_the_schema_accepts_what_the_reader_accepts(tmp_path):
-    jsonschema.validate(RUN | {"validation": {"prompts": ["a cat"]}}, schema())
+    for right in (True, {"memory": "6GiB", "units": ["Block"], "gradient_buffers": 2}):
+        wanted = {"validation": {"prompts": ["a cat"]}, "streamed": right}
+        jsonschema.validate(RUN | wanted, schema())
+        RunFile.load(written(tmp_path, {**RUN, **wanted}))
     for wrong in (
         {"steps": 0},
         {"update": "card"},
+        {"streamed": "often"},
+        {"streamed": {"window": 1}},
+        {"streamed": {"rooms": 3}},
         {"data": {"foldr": "x"}},
         {"export": {"dtype": "int4"}},
     ):

@@ -166,8 +166,6 @@ def _advice(arguments: argparse.Namespace, model: ModelFamily) -> Advice:
             optimizer={"type": "AdamW", "params": {"lr": rate, "weight_decay": 0.01}},
             ema="host",
             lora=arguments.lora,
-            # The plan's file cannot express streamed weights.
-            streamed=False,
             update=arguments.update,
         )
     except NothingFitsError as error:
@@ -175,11 +173,10 @@ def _advice(arguments: argparse.Namespace, model: ModelFamily) -> Advice:
         raise NothingFitsError(
             error.reason,
             nearest=error.nearest,
-            remedies=tuple(one for one in error.remedies if {*one.settings} == {"lora"}),
+            remedies=tuple(one for one in error.remedies if {*one.settings} <= {"lora", "update"}),
             key="memory",
             value=error.value,
-            fix=f"{error.more}; zerotune plan advise considers streamed weights too, and so does "
-            "the file of a run with plan: advise",
+            fix=error.more,
         ) from None
 
 
@@ -218,6 +215,7 @@ def _run_file(
         "steps": arguments.steps,
         "gradient_checkpointing": advice.gradient_checkpointing,
         "activation_offload": advice.activation_offload,
+        **({} if advice.streamed is None else {"streamed": advice.streamed.to_dict() or True}),
         **({} if advice.update is None else {"update": advice.update.name}),
         "validation": {"prompts": captions[:_MOST_PROMPTS] or ["a photo"]},
     }
@@ -227,7 +225,7 @@ def _run_file(
     said = (
         "# Train with: zerotune train run.yaml; zerotune train --schema lists every setting.\n"
         f"# The plan was chosen for {memory}. It requires\n"
-        "# the values of gradient_checkpointing and activation_offload below.\n"
+        "# the values of gradient_checkpointing, activation_offload, streamed and update below.\n"
     )
     return said + yaml.safe_dump(run, sort_keys=False, allow_unicode=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, get_args
@@ -556,8 +557,9 @@ class Advise(Below):
             tell(f"the plan is saved in {self.arguments.output}{kept}")
             if advice.streamed is not None:
                 tell(
-                    "the file cannot express streaming: enable it in your script "
-                    "(docs/streaming.md)"
+                    "the file cannot express streaming: write streamed: "
+                    f"{json.dumps(advice.streamed.to_dict() or True)} for zerotune train, or pass "
+                    "it to plan.resolve"
                 )
             if advice.update is not None:
                 tell(

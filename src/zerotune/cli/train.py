@@ -7,6 +7,7 @@ import os
 
 from zerotune.cli import print_json, print_text, tell
 from zerotune.errors import InvalidValueError
+from zerotune.plan.plan import Advice
 from zerotune.training.run_file import RunFile, schema
 
 
@@ -40,7 +41,13 @@ def run(arguments: argparse.Namespace) -> int:
     for decision in found.decisions if first else ():
         tell(str(decision))
     if arguments.check:
-        print_text(found.chosen_plan().explain())
+        # Loads torch, which knows the devices.
+        from zerotune.training.run import resolved
+
+        plan = found.chosen_plan()
+        if isinstance(plan, Advice):
+            print_text(plan.explain() + "\n")
+        print_text(resolved(found, plan).explain())
         return 0
     # Loads torch, which the other options do not need.
     from zerotune.training.run import train

@@ -169,6 +169,11 @@ class Streaming:
         fix = "write 3: one in use, one being loaded, and one being released"
         whole(value, key="streamed.window", least=2, fix=fix)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the options that differ from the defaults, as the file of a run names them."""
+        defaults, values = attrs.asdict(Streaming()), attrs.asdict(self)
+        return {name: value for name, value in values.items() if value != defaults[name]}
+
     def capacity(self, sizes: Collection[int]) -> int:
         """Return the bytes of device memory that units may use at the same time.
 

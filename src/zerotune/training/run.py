@@ -11,7 +11,7 @@ from zerotune.diffusion.data import AspectBuckets, Augmentation, ImageFolder, Pr
 from zerotune.diffusion.pretrained import Pretrained, load_pretrained
 from zerotune.errors import MissingDependencyError
 from zerotune.plan.context import UpdateName
-from zerotune.plan.plan import Advice
+from zerotune.plan.plan import Advice, DeepSpeedPlan, ResolvedPlan
 from zerotune.training.progress import ProgressBar
 from zerotune.training.report import Report
 from zerotune.training.run_file import (
@@ -23,6 +23,7 @@ from zerotune.training.run_file import (
     RunFile,
 )
 from zerotune.training.save import SaveEvery
+from zerotune.training.setup import settled
 from zerotune.training.trainer import Trainer
 from zerotune.training.validate import ValidationImages
 
@@ -59,6 +60,7 @@ def train(run: RunFile) -> Report:
         seed=run.seed or 0,
         activations=ActivationOffload() if run.activation_offload else None,
         gradient_checkpointing=recompute,  # type: ignore[arg-type]
+        streamed=run.streamed,
         update=cast(UpdateName | None, run.update),
         callbacks=_callbacks(run),
     ) as trainer:
@@ -68,6 +70,17 @@ def train(run: RunFile) -> Report:
         if report.stopped is None or export.stopped:
             trainer.export(run.place / name, dtype=export.dtype or dtype)
     return report
+
+
+def resolved(run: RunFile, plan: DeepSpeedPlan | Advice) -> ResolvedPlan:
+    """Return a run's plan as its start resolves it, without the model's weights.
+
+    Args:
+        run: The run.
+        plan: Its plan.
+    """
+    update = cast(UpdateName | None, run.update)
+    return settled(plan, model=run.facts(), streamed=run.streamed, update=update)
 
 
 def _quantization(run: RunFile) -> Any:

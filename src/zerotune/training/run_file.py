@@ -15,10 +15,12 @@ from typing import Any, ClassVar, Final, cast
 import attrs
 
 import zerotune
+from zerotune._util.text import parse_size
 from zerotune.decisions import Decision, Log, raise_all
 from zerotune.errors import UNSET, InvalidValueError, PlanFileError, ZeroTuneError
-from zerotune.plan.context import UPDATES, UpdateName
-from zerotune.plan.families import family_names
+from zerotune.plan.context import UPDATES, Streaming, UpdateName
+from zerotune.plan.facts import ModelFacts
+from zerotune.plan.families import as_facts, family_names
 from zerotune.plan.plan import Advice, DeepSpeedPlan
 from zerotune.plan.section import (
     Nested,
@@ -62,6 +64,49 @@ class Texts(Kind):
         ):
             raise self._refused(value, key, "must be a list of texts", 'write ["…", "…"]')
         return listed, None
+
+
+@attrs.frozen
+class Size(Kind):
+    """A size of memory, in bytes or as text."""
+
+    def _read(self, value: Any, key: str) -> Reading:
+        return parse_size(value, key=key), None
+
+
+@attrs.frozen(kw_only=True)
+class Streamed(Section):
+    """``streamed``: options for streaming weights, as in ``zerotune.plan.Streaming``."""
+
+    units: list[str] | None = setting(Texts())
+    """Classes or dotted names of the modules that are each streamed as one unit. Default: the
+    model's repeated blocks."""
+    window: int | None = setting(Integer(minimum=2, auto=False))
+    """Device memory for units, as a multiple of the size of the largest unit. Default: 3."""
+    memory: int | None = setting(Size())
+    """Device memory for units, such as 6GiB, instead of window."""
+    split_masters: bool | None = setting(_FLAG)
+    """Whether each master weight is stored as the bf16 weight and 16 bits. Default: false."""
+    gradient_buffers: int | None = setting(_WHOLE)
+    """Units whose gradients may be in host memory at the same time, without clipping and
+    accumulation. Default: 6."""
+
+
+@attrs.frozen
+class SwitchOr(Kind):
+    """True, false, or the options of ``Streaming``."""
+
+    def check(self, value: Any, key: str) -> None:
+        """Accept a switch or options."""
+        if not isinstance(value, Streaming):
+            _FLAG.check(value, key)
+
+    def read_into(self, log: Log, value: Any, key: str) -> Any:
+        """Read a switch or options, and record every change to them."""
+        if not isinstance(value, Mapping):
+            return _FLAG.read_into(log, value, key)
+        section = Nested(Streamed).read_into(log, value, key)
+        return Streaming(**section.to_dict())
 
 
 @attrs.frozen(kw_only=True)
@@ -157,6 +202,9 @@ class RunFile(Section):
     """Whether blocks are recomputed in the backward pass. Default: as advised, or if needed."""
     activation_offload: bool | None = setting(_FLAG)
     """Whether host memory stores the inputs of recomputed blocks. Default: as advised."""
+    streamed: bool | Streaming | None = setting(SwitchOr())
+    """Whether weights stay in host memory and are copied to the device while they are used: true,
+    false, or options. Default: as advised, or if they do not stay on the device otherwise."""
     update: str | None = setting(Choice(choices=UPDATES))
     """Where weights in host memory are updated: host, or device with fp32 master weights, with
     split ones (device:split) or with weights rounded at random (device:stochastic). Default: as
@@ -206,6 +254,8 @@ class RunFile(Section):
         for key in cls.required:
             if value_at(content, key) in (UNSET, None):
                 log.refuse(InvalidValueError("is missing", "add it to the file", key))
+        if run is not None and run.is_advised:
+            _check_advised(run, log)
         if run is None or log.mistakes:
             lines = _lines(text, file)
             raise_all([_with_line(each, file, lines) for each in log.mistakes])
@@ -222,48 +272,58 @@ class RunFile(Section):
         beside = self.folder / str(self.model)
         return str(beside) if beside.exists() else str(self.model)
 
+    @property
+    def is_advised(self) -> bool:
+        """Whether the plan is chosen for the machine."""
+        return self.plan is None or self.plan == "advise"
+
     def chosen_plan(self) -> DeepSpeedPlan | Advice:
         """Return the plan that is written, named or advised for this machine."""
+        if self.is_advised:
+            return self._advice()
         if isinstance(self.plan, Mapping):
             plan = DeepSpeedPlan.from_dict(self.plan, source="plan")
-        elif self.plan is None or self.plan == "advise":
-            if self.overrides:
-                raise InvalidValueError(
-                    "can only replace settings of a plan that the file names or contains",
-                    "write the plan: zerotune plan advise … -o plan.json",
-                    "overrides",
-                )
-            return self._advice()
         else:
             plan = DeepSpeedPlan.load(self.folder / str(self.plan))
         return plan.with_overrides(self.overrides) if self.overrides else plan
 
     def _advice(self) -> Advice:
-        adapters = self.adapters
-        rate = 1e-5 if adapters is None else 1e-4
-        return DeepSpeedPlan.advise(
-            self._facts(),
-            resolution=(self.data and self.data.resolution) or DEFAULT_SIDE,
-            lora=None if adapters is None else adapters.rank or DEFAULT_RANK,
-            base_dtype=None if adapters is None else adapters.storage,
-            optimizer={"type": "AdamW", "params": {"lr": rate, "weight_decay": 0.01}},
-            ema="none" if self.ema is None else "host",
-            update=cast(UpdateName | None, self.update),
-        )
-
-    def _facts(self) -> Any:
-        if self.family in family_names():
-            return self.family
-        parts = (Path(self.source(), part) for part in ("unet", "transformer"))
-        found = next((part for part in parts if (part / "config.json").is_file()), None)
-        if found is None:
+        model = self._model()
+        if model is None:
             raise InvalidValueError(
                 "is needed to advise a plan for a model that is not in a folder here",
                 f"write one of {', '.join(family_names())}, or name a plan",
                 "family",
                 self.family,
             )
-        return zerotune.model_facts(found)
+        rate = 1e-5 if self.adapters is None else 1e-4
+        return DeepSpeedPlan.advise(
+            model,
+            resolution=(self.data and self.data.resolution) or DEFAULT_SIDE,
+            **self._trained(),
+            optimizer={"type": "AdamW", "params": {"lr": rate, "weight_decay": 0.01}},
+            ema="none" if self.ema is None else "host",
+            streamed=self.streamed is None,
+            update=cast(UpdateName | None, self.update),
+        )
+
+    def facts(self) -> ModelFacts | None:
+        """Return facts about the model and its adapters; ``None`` if it is not in a folder here."""
+        model = self._model()
+        return None if model is None else as_facts(model, **self._trained())
+
+    def _trained(self) -> dict[str, Any]:
+        adapters = self.adapters
+        if adapters is None:
+            return {}
+        return {"lora": adapters.rank or DEFAULT_RANK, "base_dtype": adapters.storage}
+
+    def _model(self) -> Any:
+        if self.family in family_names():
+            return self.family
+        parts = (Path(self.source(), part) for part in ("unet", "transformer"))
+        found = next((part for part in parts if (part / "config.json").is_file()), None)
+        return None if found is None else zerotune.model_facts(found)
 
 
 # -- Reading the file.
@@ -289,6 +349,18 @@ def _parsed(text: str, path: Path) -> dict[str, Any]:
             "contains no settings", "write model, data and steps", "file", str(path)
         )
     return dict(content)
+
+
+def _check_advised(run: RunFile, log: Log) -> None:
+    """Refuse what can only be set for a plan of the file."""
+    fix = "write the plan: zerotune plan advise … -o plan.json"
+    if run.overrides:
+        reason = "can only replace settings of a plan that the file names or contains"
+        log.refuse(InvalidValueError(reason, fix, "overrides"))
+    if run.streamed:
+        reason = "can only be true or options for a plan that the file names or contains"
+        fix = f"remove it, which lets advise choose; or {fix}"
+        log.refuse(InvalidValueError(reason, fix, "streamed"))
 
 
 def _override(content: dict[str, Any], written: str) -> None:
@@ -336,10 +408,14 @@ def schema(section: type[Section] = RunFile) -> dict[str, Any]:
 def _type_of(kind: Kind) -> dict[str, Any]:
     if isinstance(kind, Nested):
         return schema(kind.cls)
+    if isinstance(kind, SwitchOr):
+        return {"anyOf": [{"type": "boolean"}, schema(Streamed)]}
     if isinstance(kind, Choice):
         return {"enum": list(kind.choices)}
     if isinstance(kind, Number):
         name = "integer" if isinstance(kind, Integer) else "number"
         return {"type": name, "minimum": kind.minimum}
     names = {Boolean: "boolean", Text: "string", Texts: "array", Free: "object"}
+    if isinstance(kind, Size):
+        return {"type": ["string", "number"]}
     return {"type": names[type(kind)]} if type(kind) in names else {}

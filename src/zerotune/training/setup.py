@@ -28,7 +28,7 @@ from zerotune.offload import OffloadManager
 from zerotune.offload.manager import local_ranks
 from zerotune.offload.space import fit_host_memory
 from zerotune.optim import OptimizerResolver
-from zerotune.plan.context import DeviceUpdate, EngineName, RunFacts, UpdateName
+from zerotune.plan.context import DeviceUpdate, EngineName, RunFacts, Streaming, UpdateName
 from zerotune.plan.facts import ModelFacts
 from zerotune.plan.plan import Advice, DeepSpeedPlan, ResolvedPlan
 from zerotune.plan.resolved import host_obstacle
@@ -64,6 +64,7 @@ def prepare(
     platform: Platform | None = None,
     deepspeed: bool = True,
     engine: EngineName | None = None,
+    streamed: bool | Streaming | None = None,
     update: UpdateName | DeviceUpdate | None = None,
     compile: bool | Mapping[str, Any] | Compilation = False,  # noqa: A002
     timeout_s: float = 600.0,
@@ -94,6 +95,8 @@ def prepare(
         deepspeed: ``False`` trains without DeepSpeed, with a ``PlainEngine``.
         engine: ``"host"`` or ``"deepspeed"``, as in ``DeepSpeedPlan.resolve``; ignored if ``plan``
             is resolved.
+        streamed: Whether to stream weights, as in ``DeepSpeedPlan.resolve``; by default as advised,
+            and ignored if ``plan`` is resolved.
         update: Where the host engine updates weights, as in ``DeepSpeedPlan.resolve``; by default
             as advised, and ignored if ``plan`` is resolved.
         compile: Whether to compile the forward pass, or ``Compilation`` options for it.
@@ -135,6 +138,7 @@ def prepare(
         platform=platform,
         deepspeed=deepspeed,
         engine=engine,
+        streamed=streamed,
         update=update,
     )
     plan = _in_training_mode(model, plan)
@@ -166,12 +170,13 @@ def _in_training_mode(model: torch.nn.Module, plan: ResolvedPlan) -> ResolvedPla
 def settled(
     plan: DeepSpeedPlan | ResolvedPlan | Advice,
     *,
-    model: torch.nn.Module | None,
+    model: torch.nn.Module | ModelFacts | None,
     resolver: OptimizerResolver | None = None,
     run: RunFacts | None = None,
     platform: Platform | None = None,
     deepspeed: bool = True,
     engine: EngineName | None = None,
+    streamed: bool | Streaming | None = None,
     update: UpdateName | DeviceUpdate | None = None,
 ) -> ResolvedPlan:
     """Resolve a plan for a model, a machine and the number of processes.
@@ -184,15 +189,20 @@ def settled(
     if isinstance(plan, ResolvedPlan):
         plan = plan if resolver is None else resolver.apply(plan)
     else:
-        plan = (plan.plan if isinstance(plan, Advice) else plan).resolve(
+        if isinstance(plan, Advice):
+            streamed = plan.streamed if streamed is None else streamed
+            update = plan.update if update is None else update
+            plan = plan.plan
+        facts = ModelFacts.from_module(model) if isinstance(model, torch.nn.Module) else model
+        plan = plan.resolve(
             platform=platform or detect_platform(),
-            model=None if model is None else ModelFacts.from_module(model),
+            model=facts,
             world_size=rank_and_world_size()[1],
             run=run,
             deepspeed=deepspeed,
-            streamed=plan.streamed if isinstance(plan, Advice) else None,
+            streamed=streamed,
             engine=engine,
-            update=plan.update if update is None and isinstance(plan, Advice) else update,
+            update=update,
             resolver=resolver,
         )
     return plan if model is None else plan.for_run(run)

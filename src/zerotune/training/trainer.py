@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from zerotune.ema import EMAShadow
     from zerotune.offload import OffloadManager
     from zerotune.optim import OptimizerResolver
-    from zerotune.plan.context import DeviceUpdate, RunFacts, UpdateName
+    from zerotune.plan.context import DeviceUpdate, RunFacts, Streaming, UpdateName
     from zerotune.plan.memory.items import EMAPlace
     from zerotune.plan.optimizer.choices import GroupChoice
     from zerotune.plan.plan import MemoryEstimate
@@ -111,8 +111,8 @@ class Trainer(Closing, Readable):
         deepspeed: ``False`` trains without DeepSpeed, with a ``PlainEngine``.
         seed: Seed for data order, noise, time steps and the global generators.
         timeout_s: Timeout of collectives in seconds.
-        options: ``compile``, ``gradient_checkpointing``, ``update``, ``threads``, ``workers``,
-            ``pin``, ``watchdog``; see ``RunOptions``.
+        options: ``compile``, ``gradient_checkpointing``, ``streamed``, ``update``, ``threads``,
+            ``workers``, ``pin``, ``watchdog``; see ``RunOptions``.
 
     Raises:
         ZeroTuneError: The same errors as ``zerotune.prepare``.
@@ -164,6 +164,7 @@ class Trainer(Closing, Readable):
             platform=platform,
             deepspeed=deepspeed,
             compile=options.get("compile", False),
+            streamed=options.get("streamed"),
             update=options.get("update"),
             timeout_s=timeout_s,
         )
@@ -560,6 +561,8 @@ class RunOptions(TypedDict, total=False):
     gradient_checkpointing: bool | Literal["auto"]
     """Whether blocks are recomputed in the backward pass; ``"auto"``, the default, recomputes if
     memory requires it."""
+    streamed: bool | Streaming | None
+    """Whether to stream weights, as in ``DeepSpeedPlan.resolve``; as advised by default."""
     update: UpdateName | DeviceUpdate | None
     """Where the host engine updates weights, as in ``DeepSpeedPlan.resolve``; as advised by
     default, or else in host memory."""

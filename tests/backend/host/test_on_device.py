@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
+from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -11,11 +13,14 @@ import torch
 from tests.backend.host import streaming
 from tests.backend.host.streaming import Run, make_model
 from tests.backend.host.whole import contents_of, train_whole, unlike
-from zerotune.backend.host.updates import _check_unchanged
+from zerotune.backend.host.units import HostMemory
+from zerotune.backend.host.updates import OptimizerOnDevice, _check_unchanged
 from zerotune.backend.optimizers.classes import Lion
+from zerotune.backend.step.adams import StochasticMasters
 from zerotune.checkpoint import load_checkpoint, save_checkpoint
 from zerotune.errors import InvalidValueError, OptimizerError
 from zerotune.plan.context import DeviceUpdate, Streaming
+from zerotune.plan.memory.hosted import NOISE_PERIOD
 from zerotune.plan.optimizer.resolver import OptimizerResolver
 from zerotune.plan.plan import DeepSpeedPlan
 
@@ -78,6 +83,42 @@ def test_a_resumed_run_is_that_without_interruption(masters, tmp_path):
         resumed = contents_of(engine)
     for name, kept in whole["contents"].items():
         assert all(map(torch.equal, resumed[name], kept)), name
+
+
+def test_weights_that_are_not_finite_stay_so_when_rounded_at_random():
+    # CUDA's usual NaN, which the noise would carry into the sign, a negative one, and infinity.
+    values = torch.tensor([0x7FFFFFFF, -1, 0x7F800000], dtype=torch.int32).view(torch.float32)
+    masters = StochasticMasters(torch.zeros(3, dtype=torch.bfloat16))
+    masters.store(values, lambda words: words.add_(0xFFFF))
+    assert masters.weight[:2].isnan().all()
+    assert masters.weight[2] == float("inf")
+
+
+def test_the_noise_of_a_weight_depends_on_the_step_and_its_place_in_the_group():
+    def make(groups):
+        return torch.optim.SGD(groups, lr=0.1)
+
+    update = OptimizerOnDevice(
+        optimizer=make([torch.nn.Parameter(torch.zeros(1))]), make=make,
+        order=SimpleNamespace(place_of=lambda name, _: int(name)),
+        memory=HostMemory(pin=False), device=torch.device("cpu"),
+    )  # fmt: skip
+
+    def noise(place, count, *, taken=3, group=0):
+        part = SimpleNamespace(member=SimpleNamespace(name=str(place)))
+        words = torch.zeros(count, dtype=torch.int32)
+        update._add_noise(SimpleNamespace(parts=[part], group=group), taken, words)
+        return words
+
+    whole = noise(7, NOISE_PERIOD + 1000)
+    assert (int(whole.min()), int(whole.max())) == (0, 2**16 - 1)
+    assert float(whole.double().mean()) == pytest.approx((2**16 - 1) / 2, rel=1e-3)
+    cuts = (0, 500, NOISE_PERIOD - 3, NOISE_PERIOD + 1000)
+    pieces = [noise(7 + start, stop - start) for start, stop in pairwise(cuts)]
+    assert torch.equal(torch.cat(pieces), whole)
+    for other in (noise(7, 1000, taken=4), noise(7, 1000, group=1), noise(8, 1000)):
+        assert float((other == whole[:1000]).double().mean()) < 0.01
+    assert torch.equal(noise(7, 1000), whole[:1000])
 
 
 def test_loading_without_the_saved_states_begins_them_anew(tmp_path):

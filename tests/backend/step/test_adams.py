@@ -231,13 +231,13 @@ def test_the_pass_with_bf16_states_equals_the_optimizer_bit_for_bit(sizes, dtype
 @ranks(1)
 def test_rounding_noise_depends_on_the_place_in_the_group_not_on_how_a_slab_is_cut():
     from zerotune.backend.optimizers.classes import (
-        NOISE_PERIOD,
         AdamWBF16States,
         noise_bits,
         noise_key,
     )
     from zerotune.backend.step.adams import HostBF16Adam, WholeMasters
     from zerotune.backend.step.kernel import Piece, load_host_step
+    from zerotune.plan.memory.hosted import NOISE_PERIOD
 
     # The slab has two fragments, the second of which crosses the end of the period.
     places = [(0, 5), (48, NOISE_PERIOD - 9)]
@@ -252,7 +252,7 @@ def test_rounding_noise_depends_on_the_place_in_the_group_not_on_how_a_slab_is_c
     for part in (slice(32, 128), slice(0, 32)):
         step.run([Piece(part.start, part.stop)])
     at = torch.cat([torch.arange(5, 53), torch.arange(NOISE_PERIOD - 9, NOISE_PERIOD + 71)])
-    bits = noise_bits(noise_key(0, 0), at)
+    bits = noise_bits(noise_key(0, 0), at.int())
     # A value a quarter of a bf16 unit above 1 is rounded up if its 16 random bits are at least
     # 0xC000.
     expected = torch.where((bits & 0xFFFF) >= 0xC000, 1.0 + 2**-7, 1.0)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import cycle
-from typing import Any
+from typing import Any, Final
 
 import torch
 from typing_extensions import override
@@ -26,7 +26,7 @@ from zerotune.backend.optimizers.client import STOPPED
 from zerotune.backend.step.adams import SlabStep, move_into, moved, stepper_of
 from zerotune.backend.step.kernel import HostStepOp, Piece, ema_parts
 from zerotune.errors import OptimizerError
-from zerotune.plan.memory.hosted import WEIGHTS_AT_A_TIME
+from zerotune.plan.memory.hosted import NOISE_PERIOD, WEIGHTS_AT_A_TIME
 
 Run = Callable[[Sequence[EMAUpdate], Collection[UnitPart]], None]
 """Function that updates a unit and EMAs of its weights, except for parts without a gradient."""
@@ -212,6 +212,8 @@ class OptimizerOnDevice(Update):
         # They take turns, so that copies in both directions and updates overlap.
         count = 0 if self._module is None else WEIGHTS_AT_A_TIME
         self._streams = [self._module.Stream(device) for _ in range(count)]
+        # Random numbers of a step, drawn once for all weights.
+        self._noise, self._drawn_for = torch.empty(0), -1
         self._taken: Counter[Unit] = Counter()
         self._taken_before = 0
         # Not torch's wrapper, which calls the hooks of whole steps.
@@ -259,7 +261,7 @@ class OptimizerOnDevice(Update):
                 gradient = moved(gradients[slab], self._device).float()
                 gradient = gradient if factor == 1.0 else gradient * factor
                 weight = self._updated(slab, gradient, group)
-                slab.masters.store(weight, partial(self._bits, slab, taken))
+                slab.masters.store(weight, partial(self._add_noise, slab, taken))
                 if not slab.masters.holds_weights:
                     move_into(unit.host.data[slab.span], weight.to(unit.host.dtype))
         for stream in self._streams:
@@ -312,11 +314,27 @@ class OptimizerOnDevice(Update):
         move_into(home, value)
         return home
 
-    def _bits(self, slab: UnitSlab, taken: int, part: slice) -> torch.Tensor:
-        """Random bits of some elements, which only depend on the step and the position."""
-        place = self._order.place_of(slab.parts[0].member.name, 0)
-        positions = torch.arange(place + part.start, place + part.stop, device=self._device)
-        return (noise_bits(noise_key(taken, slab.group), positions) & 0xFFFF).int()
+    def _add_noise(self, slab: UnitSlab, taken: int, words: torch.Tensor) -> None:
+        """Add random numbers from 0 to 65,535, which only depend on the step and the position."""
+        if self._drawn_for != taken:
+            at = torch.arange(NOISE_PERIOD, dtype=torch.int32, device=self._device)
+            # In parts, of which each needs memory for another copy.
+            for part in torch.split(at, _DRAWN_AT_ONCE):
+                noise_bits(noise_key(taken, 0), part).bitwise_and_(0xFFFF)
+            self._noise, self._drawn_for = at, taken
+            if self._module is not None:
+                # The other streams read the numbers too.
+                self._module.current_stream(self._device).synchronize()
+        # Groups, whose positions all begin at 0, begin at different numbers.
+        place = self._order.place_of(slab.parts[0].member.name, 0) + noise_key(0, slab.group)
+        begin = self._noise[place % NOISE_PERIOD :]
+        later = torch.split(words[begin.numel() :], NOISE_PERIOD)
+        for part in (words[: begin.numel()], *later):
+            part.add_(begin[: part.numel()])
+            begin = self._noise
+
+
+_DRAWN_AT_ONCE: Final = 2**19
 
 
 def _check_unchanged(

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from zerotune.backend.accelerator import accelerator_of
 from zerotune.backend.master_weights import StateFormat
+from zerotune.plan.memory.hosted import NOISE_PERIOD
 
 if TYPE_CHECKING:
     from zerotune.backend.distributed import ProcessGroup
@@ -349,9 +350,6 @@ _WIDENED: Final = {"cpu": 2**19}
 """Elements converted to fp32 at a time, by device type: on a CPU, as many as fit its cache."""
 _WIDENED_ON_DEVICE: Final = 2**22
 """Elements converted to fp32 at a time on a GPU: enough to use it fully, in 64 MiB."""
-NOISE_PERIOD: Final = 2**22
-"""Number of elements of a group after which a step's random bits repeat. Elements may share bits:
-an element's rounding errors cancel over the steps as long as its bits differ between steps."""
 _WORD: Final = 2**32 - 1
 
 
@@ -462,7 +460,7 @@ def noise_key(taken: int, group: int) -> int:
         taken: Number of steps before this one.
         group: Index of the group.
     """
-    return int(_mixed(_mixed(taken + 1) ^ (group + 1) * 0x9E3779B9 & _WORD))
+    return _mixed(_mixed(taken + 1) ^ (group + 1) * 0x9E3779B9 & _WORD)
 
 
 def noise_bits(key: int, positions: torch.Tensor) -> torch.Tensor:
@@ -470,21 +468,34 @@ def noise_bits(key: int, positions: torch.Tensor) -> torch.Tensor:
 
     Args:
         key: Result of ``noise_key``.
-        positions: Positions of the elements in their group, int64.
+        positions: Positions of the elements in their group, int32; overwritten.
 
     Returns:
-        int64 from 0 to ``2 ** 32 - 1``: the low 16 bits are for the first moment, the high 16 bits
-        for the second.
+        ``positions``: the low 16 bits are for the first moment, the high 16 bits for the second.
     """
-    bits: torch.Tensor = _mixed(positions % NOISE_PERIOD ^ key)
-    return bits
+    x = positions.bitwise_and_(NOISE_PERIOD - 1).bitwise_xor_(_signed(key))
+    # As ``_mixed``, whose shifts fill with zeros; products of int32 wrap.
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    x *= _signed(_FACTORS[0])
+    x ^= (x >> 15).bitwise_and_(0x1FFFF)
+    x *= _signed(_FACTORS[1])
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    return x
 
 
-def _mixed(x: Any) -> Any:
+_FACTORS: Final = (0x7FEB352D, 0x846CA68B)
+
+
+def _mixed(x: int) -> int:
     """Chris Wellons' "lowbias32" (https://github.com/skeeto/hash-prospector)."""
-    x = (x ^ x >> 16) * 0x7FEB352D & _WORD
-    x = (x ^ x >> 15) * 0x846CA68B & _WORD
+    x = (x ^ x >> 16) * _FACTORS[0] & _WORD
+    x = (x ^ x >> 15) * _FACTORS[1] & _WORD
     return x ^ x >> 16
+
+
+def _signed(word: int) -> int:
+    """Return the number of the same 32 bits in two's complement."""
+    return word - 2**32 if word >= 2**31 else word
 
 
 class Noise:
@@ -522,9 +533,9 @@ class Noise:
         stop = start + like.numel()
         if self._drawn != (like.device, key) or self._bits.numel() < stop:
             size = min(NOISE_PERIOD, 2 ** (stop - 1).bit_length())
-            bits = noise_bits(key, torch.arange(size, device=like.device))
+            at = torch.arange(size, dtype=torch.int32, device=like.device)
             # Repeat the bits, so that every request is one contiguous slice.
-            self._bits = bits.repeat(-(-stop // size)).int()
+            self._bits = noise_bits(key, at).repeat(-(-stop // size))
             self._drawn = like.device, key
         bits = self._bits[start:stop]
         return [bits & 0xFFFF, bits >> 16 & 0xFFFF]
@@ -569,17 +580,27 @@ def round_stochastically(exact: torch.Tensor, bits: torch.Tensor, *, into: torch
     """Round each fp32 number randomly to one of the two nearest bf16 numbers; exact in expectation.
 
     Args:
-        exact: fp32 numbers; overwritten. Infinity and NaN are kept.
+        exact: fp32 numbers, 1-D; overwritten. Infinity and NaN are kept.
         bits: Uniform random int32 numbers from 0 to 65,535, in the shape of ``exact``.
         into: bf16 tensor in the shape of ``exact``; receives the result.
+    """
+    into.copy_(rounded_by(exact, lambda words: words.add_(bits)))
+
+
+def rounded_by(exact: torch.Tensor, add: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+    """Round as ``round_stochastically``; return the result as a view of ``exact``.
+
+    Args:
+        exact: fp32 numbers, 1-D; overwritten. Infinity and NaN are kept.
+        add: Function that adds uniform random numbers from 0 to 65,535 to int32 numbers.
     """
     # CUDA's usual NaN has all bits but the sign set, so a carry would turn it into -0; math.nan has
     # room for the carry.
     exact.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=-math.inf)
     # bf16 is the upper half of an fp32 number: a random carry out of the lower half rounds it away
     # from zero.
-    exact.view(torch.int32).add_(bits).bitwise_and_(-(2**16))
-    into.copy_(exact)
+    add(exact.view(torch.int32))
+    return exact.view(torch.bfloat16)[1::2]
 
 
 # -- AdamW with one-byte moments.

@@ -28,6 +28,7 @@ from zerotune.backend.optimizers.classes import (
     codebook,
     noise_bits,
     noise_key,
+    rounded_by,
     scale_of,
     update_chunk,
 )
@@ -95,13 +96,13 @@ class Masters(ABC):
         """
 
     @abstractmethod
-    def store(self, values: torch.Tensor, bits: Callable[[slice], torch.Tensor]) -> None:
+    def store(self, values: torch.Tensor, add_noise: Callable[[torch.Tensor], None]) -> None:
         """Set weights to fp32 values on a device, without waiting for the copies.
 
         Args:
-            values: The values.
-            bits: Function that returns random bits of some elements on the device, as int32 from 0
-                to 65535.
+            values: The values; may be overwritten.
+            add_noise: Function that adds random numbers from 0 to 65,535 to int32 numbers on the
+                device, as many as there are values.
         """
 
 
@@ -142,7 +143,7 @@ class WholeMasters(_OneTensor):
         return moved(self.weight, device)
 
     @override
-    def store(self, values: torch.Tensor, bits: Callable[[slice], torch.Tensor]) -> None:
+    def store(self, values: torch.Tensor, add_noise: Callable[[torch.Tensor], None]) -> None:
         if values.data_ptr() != self.weight.data_ptr():
             move_into(self.weight, values)
 
@@ -195,7 +196,7 @@ class SplitMasters(Masters):
         return bits.add_(torch.where(low == -0x8000, 0x8000, low)).view(torch.float32)
 
     @override
-    def store(self, values: torch.Tensor, bits: Callable[[slice], torch.Tensor]) -> None:
+    def store(self, values: torch.Tensor, add_noise: Callable[[torch.Tensor], None]) -> None:
         if values.device.type == "cpu":
             self.write(values)
             return
@@ -225,15 +226,8 @@ class StochasticMasters(_OneTensor):
         return moved(self.weight, device).float()
 
     @override
-    def store(self, values: torch.Tensor, bits: Callable[[slice], torch.Tensor]) -> None:
-        for start in range(0, self.numel, _ROUNDED_AT_ONCE):
-            part = slice(start, min(start + _ROUNDED_AT_ONCE, self.numel))
-            rounded = (values[part].view(torch.int32) + bits(part)) & ~0xFFFF
-            move_into(self.weight[part], rounded.view(torch.float32).bfloat16())
-
-
-_ROUNDED_AT_ONCE: Final = 2**22
-"""Random bits are drawn as int64, so fewer of them at once need less memory."""
+    def store(self, values: torch.Tensor, add_noise: Callable[[torch.Tensor], None]) -> None:
+        move_into(self.weight, rounded_by(values, add_noise).contiguous())
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -518,11 +512,11 @@ class HostBF16Adam(Stepper):
         def tail(part: slice, weight: torch.Tensor) -> None:
             for each, place in runs(part):
                 count = each.stop - each.start
-                bits = noise_bits(key, torch.arange(place, place + count))
+                bits = noise_bits(key, torch.arange(place, place + count).int())
                 update_chunk(
                     weight[each.start - part.start :][:count], begun.scaled_gradient(each),
                     [begun.flat[name][each] for name in _ADAM_MOMENTS],
-                    noise=[(bits & 0xFFFF).int(), (bits >> 16).int()],
+                    noise=[bits & 0xFFFF, bits >> 16 & 0xFFFF],
                     taken=begun.taken, group=begun.group,
                     wide=[torch.empty(count) for _ in range(2)],
                 )  # fmt: skip
@@ -752,7 +746,7 @@ def torch_rounds_alike(op: HostStepOp) -> bool:
     group["weight_decay"] = 0.01
     weight, gradient = (torch.randn(numel, generator=generator) for _ in range(2))
     moments = torch.rand(2, numel, generator=generator).bfloat16() * 1e-3
-    bits = noise_bits(noise_key(6, 0), torch.arange(numel)).int()
+    bits = noise_bits(noise_key(6, 0), torch.arange(numel, dtype=torch.int32))
     theirs = [weight.clone(), *moments.clone()]
     update_chunk(
         theirs[0], gradient, theirs[1:], wide=torch.empty(2, numel).unbind(),

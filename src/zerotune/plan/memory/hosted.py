@@ -29,6 +29,11 @@ WEIGHTS_AT_A_TIME: Final = 2
 """Number of weights that are on the device at a time for their update there."""
 
 
+NOISE_PERIOD: Final = 2**22
+"""Number of elements of a group after which a step's random bits repeat. Elements may share bits:
+an element's rounding errors cancel over the steps as long as its bits differ between steps."""
+
+
 _UPDATED: Final = 18
 """Bytes per element, beside states, of a weight's update on the device: its master weight and
 gradient in fp32, its bf16 gradient, and what the optimizer computes."""
@@ -161,6 +166,9 @@ def _coming(case: Costing, elements: float) -> Iterator[MemoryItem]:
         more = own if stay else max(0, own - nbytes)
         note = f"of the update of {WEIGHTS_AT_A_TIME} weights, with their states"
         yield case.item("temporaries", case.device, more, BACKWARD | STEP, note)
+        if case.resolved.masters == "stochastic":
+            note = "random numbers of a step"
+            yield case.item("temporaries", case.device, 4 * NOISE_PERIOD, TRAINING, note)
     if (case.resolved.gradient_accumulation_steps or 1) > 1:
         note = "the largest gradient, and the sum that it is added to"
         yield case.item("temporaries", case.device, 2 * element * case.largest, BACKWARD, note)

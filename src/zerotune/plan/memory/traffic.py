@@ -9,7 +9,7 @@ import attrs
 
 from zerotune.plan.context import MastersName
 from zerotune.plan.memory.costing import Costing
-from zerotune.plan.memory.hosted import gradients_stay
+from zerotune.plan.memory.hosted import NOISE_PERIOD, gradients_stay
 from zerotune.plan.memory.items import Estimate
 
 # Counted by the kernel (``/proc/self/io``) in real runs of DeepSpeed 0.19.8: the optimizer reads
@@ -193,7 +193,8 @@ def _hosted_traffic(case: Costing, estimate: Estimate) -> StepTraffic:
             ema_on_disk=_ema_on_disk(estimate),
             swap=swap_traffic(estimate),
             added=added,
-            on_device=round((_BY_OPERATORS[case.resolved.masters] + 8 * case.states) * part),
+            on_device=round((_BY_OPERATORS[case.resolved.masters] + 4 * case.states) * part)
+            + _DRAWN * NOISE_PERIOD * (case.resolved.masters == "stochastic"),
             updated=round((kept + 2) * part),
         )
     return StepTraffic(
@@ -211,9 +212,12 @@ def _hosted_traffic(case: Costing, estimate: Estimate) -> StepTraffic:
     )
 
 
-_BY_OPERATORS: Final[Mapping[MastersName, int]] = {"fp32": 88, "split": 180, "stochastic": 358}
-"""Bytes of device memory per weight that an update's operators read and write, beside states, as
-counted on the simulated device (``bench.stream``); random bits are drawn as int64."""
+_BY_OPERATORS: Final[Mapping[MastersName, int]] = {"fp32": 80, "split": 172, "stochastic": 101}
+"""Bytes of device memory per weight that the operators of an update read and write, without 4 per
+fp32 state, as counted in torch's AdamW and Adafactor on the simulated device. That each operator
+reaches the memory's rate is an assumption, which no card has confirmed."""
+_DRAWN: Final = 128
+"""Such bytes per random number of a step."""
 
 
 def _chain(case: Costing) -> float:
