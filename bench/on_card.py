@@ -226,7 +226,7 @@ class OnCard:
         self._seen = 0
         self._copies: list[tuple[float, float, float]] = []
         self._prepare()
-        self._updated, self._label = self._whole, ""
+        self._updated, self._label, self._there = self._whole, "", (1.0, 1.0, "")
 
     def _prepare(self) -> None:
         from zerotune.backend.host.units import find_units
@@ -403,6 +403,7 @@ class OnCard:
             (UnitPass, "take", self._take),
             (SlabStep, "run", self._update),
             (OptimizerOnDevice, "_run", self._update_there),
+            (OptimizerOnDevice, "_draw", self._draw_there),
         )
         with contextlib.ExitStack() as stack:
             for owner, name, before in told:
@@ -442,7 +443,15 @@ class OnCard:
 
     def _update_there(self, _update: Any, unit: Any, *_: Any) -> None:
         ratio = self._ratio_of_unit(unit)
-        self._clock.scale(ratio, ratio, unit.name)
+        self._there = (ratio, ratio, unit.name)
+        self._clock.scale(*self._there)
+
+    @contextlib.contextmanager
+    def _draw_there(self, *_: Any) -> Iterator[None]:
+        """As many random numbers are drawn as for the large model."""
+        self._clock.scale(label=self._there[-1])
+        yield
+        self._clock.scale(*self._there)
 
     def _work(self, seconds: float) -> None:
         """Let the calling thread work in host memory, which copies over the bus use too."""

@@ -69,8 +69,9 @@ def _predicted(row: Mapping[str, Any]) -> Published:
         precision="bf16", gradient_accumulation_steps=row.get("accumulation", 1), **row["plan"]
     )
     resolved = plan.resolve(
-        platform=platform, model=facts, streamed=row.get("streamed"), engine=row.get("engine")
-    )
+        platform=platform, model=facts, streamed=row.get("streamed"),
+        engine=row.get("engine"), update=row.get("update"),
+    )  # fmt: skip
     size = tuple(resolution) if isinstance(resolution, list) else resolution
     workload = Workload(
         batch=row.get("batch", 1),

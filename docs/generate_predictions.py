@@ -35,8 +35,10 @@ OTHERS = """\
 The following runs used a method that zerotune does not have, such as another block swap, an
 optimizer without master weights or another attention kernel, or their publication leaves out the
 image size or the accumulation. They are listed for comparison: the prediction is for zerotune's
-[streamed weights](streaming.md) on the same card, with 8-bit moments and without clipping where the
-published run used Adafactor in the backward pass. Host memory is zerotune's only."""
+[streamed weights](streaming.md) on the same card. Where the published run used Adafactor in the
+backward pass and weights in bf16, so does the prediction: without clipping, with the [update on the
+device](streaming.md#update-on-the-device) and weights that are rounded at random
+(`device:stochastic`). Host memory is zerotune's only."""
 
 ADDING = """\
 To add a run, add a row to `bench/published.json`, and run `python docs/generate_predictions.py`. If

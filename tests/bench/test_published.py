@@ -22,6 +22,17 @@ def test_the_spread_that_advise_prints_is_that_of_residuals_with_each_run_left_o
     assert spread(left_out(residuals(published()))) == PUBLISHED_SPREAD
 
 
+def test_lean_runs_of_others_are_compared_with_lean_plans():
+    lean = [one for one in published() if "Adafactor" in one.setting]
+    assert len(lean) == 5
+    # Weights in bf16 and Adafactor's sums; with masters and moments, it would be four times that.
+    weights = {"flux": 11.9, "qwen-image": 20.4, "chroma": 8.9, "sdxl": 2.57}
+    names = [next(name for name in weights if one.setting.lower().startswith(name.split("-")[0]))
+             for one in lean]  # fmt: skip
+    for one, name in zip(lean, names, strict=True):
+        assert 2 * weights[name] * 1e9 / 2**30 < one.host < 2.2 * weights[name] + 3
+
+
 def test_a_run_is_compared_with_predictions_refitted_to_the_others_only():
     assert left_out([0.0, 0.0, 1.0]) == [pytest.approx(-1 / 3), pytest.approx(-1 / 3), 1.0]
 

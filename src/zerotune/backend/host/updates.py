@@ -317,14 +317,7 @@ class OptimizerOnDevice(Update):
     def _add_noise(self, slab: UnitSlab, taken: int, words: torch.Tensor) -> None:
         """Add random numbers from 0 to 65,535, which only depend on the step and the position."""
         if self._drawn_for != taken:
-            at = torch.arange(NOISE_PERIOD, dtype=torch.int32, device=self._device)
-            # In parts, of which each needs memory for another copy.
-            for part in torch.split(at, _DRAWN_AT_ONCE):
-                noise_bits(noise_key(taken, 0), part).bitwise_and_(0xFFFF)
-            self._noise, self._drawn_for = at, taken
-            if self._module is not None:
-                # The other streams read the numbers too.
-                self._module.current_stream(self._device).synchronize()
+            self._draw(taken)
         # Groups, whose positions all begin at 0, begin at different numbers.
         place = self._order.place_of(slab.parts[0].member.name, 0) + noise_key(0, slab.group)
         begin = self._noise[place % NOISE_PERIOD :]
@@ -333,8 +326,20 @@ class OptimizerOnDevice(Update):
             part.add_(begin[: part.numel()])
             begin = self._noise
 
+    def _draw(self, taken: int) -> None:
+        """Draw the random numbers of a step."""
+        at = torch.arange(NOISE_PERIOD, dtype=torch.int32, device=self._device)
+        # In parts, of which each needs memory for another copy.
+        for part in torch.split(at, _DRAWN_AT_ONCE):
+            noise_bits(noise_key(taken, 0), part).bitwise_and_(0xFFFF)
+        self._noise, self._drawn_for = at, taken
+        if self._module is not None:
+            # The other streams read the numbers too.
+            self._module.current_stream(self._device).synchronize()
+
 
 _DRAWN_AT_ONCE: Final = 2**19
+"""Elements; a part with its copy is in a processor's or a card's cache."""
 
 
 def _check_unchanged(
