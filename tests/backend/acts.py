@@ -613,15 +613,14 @@ def _(engine, model, context):
         context.look(value)
 
 
-# Streamed weights carry hooks, which pickle refuses.
-@act("pickle a layer", kinds=OWN)
+@act("pickle a layer", kinds=WHOLE)
 def _(engine, model, context):
     other = pickle.loads(pickle.dumps(model.later)), pickle.loads(pickle.dumps(model.state_dict()))
     for value in (*other[0].state_dict().values(), *other[1].values()):
         context.look(value)
 
 
-@act("pickle the model", kinds=PLAIN)
+@act("pickle the model", kinds=PLAIN | HOSTED)
 def _(engine, model, context):
     for value in pickle.loads(pickle.dumps(model)).state_dict().values():
         context.look(value)

@@ -83,6 +83,36 @@ def test_the_forward_pass_computes_in_the_plans_precision_and_returns_fp32():
         assert "bfloat16" in engine.explain()
 
 
+def start_fp16(*, clipping: float) -> Any:
+    plan = DeepSpeedPlan.build(
+        stage=0, precision="fp16", micro_batch_size=2, gradient_clipping=clipping,
+        gradient_accumulation_steps=2, optimizer={"type": "SGD", "params": {"lr": 1e-2}},
+    )  # fmt: skip
+    platform = attrs.evolve(detect_platform(log=False), fp16=True)
+    return build(small(), plan, platform=platform, deepspeed=False)
+
+
+@ranks(1)
+def test_fp16_gradients_are_unscaled_for_a_script_that_clips_them():
+    clipped = 0
+    with start_fp16(clipping=0.0) as engine, start_fp16(clipping=0.1) as reference:
+        for step in range(8):
+            for each in (engine, reference):
+                for micro in range(2):
+                    each.backward(each(torch.full((2, 4), step + 1.0)).square().mean())
+                    if each is engine and micro == 1:
+                        torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 0.1)
+                    if step == 6 and micro == 1:
+                        each.discard()
+                    else:
+                        outcome = each.step()
+            clipped += outcome.applied and outcome.grad_norm > 0.1
+            assert engine.state == reference.state
+            pairs = zip(engine.module.parameters(), reference.module.parameters(), strict=True)
+            assert all(torch.equal(one, other) for one, other in pairs), step
+    assert clipped > 2
+
+
 @ranks(1)
 def test_fp16_steps_are_skipped_until_the_loss_scale_fits():
     plan = DeepSpeedPlan.build(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import os
+import pickle
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -516,6 +519,33 @@ def test_a_single_weight_written_in_place_is_found_before_the_next_step(kind):
             with torch.no_grad():
                 weight.copy_(before)
             engine.step()
+
+
+@pytest.mark.parametrize("kind", IN_MEMORY)
+def test_a_model_in_training_is_copied_right_and_pickled_right_or_not_at_all(kind):
+    def saved() -> Any:
+        torch.save(engine.module, file := io.BytesIO())
+        return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+    def is_right(other: torch.nn.Module) -> bool:
+        x = batch(2).to(engine.dtype)
+        with torch.no_grad(), engine.evaluating():
+            return torch.equal(other.eval()(x), engine.module(x))
+
+    with start(kind) as engine:
+        train(engine, 0)
+        engine.backward(loss_of(engine, 1))
+        assert is_right(copy.deepcopy(engine.module))
+        if kind == "plain":
+            assert is_right(saved())
+        else:
+            with pytest.raises(EngineError, match=r"pass model\.state_dict\(\) to torch\.save"):
+                saved()
+        for call in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(EngineError, match=r"copy engine\.module"):
+                call(engine)
+        assert engine.step().applied
+    assert is_right(saved())
 
 
 def test_stage_3_refuses_a_write_to_a_frozen_weight_that_is_empty():

@@ -93,6 +93,14 @@ class Engine(Closing):
         super().__init__()
         self._step_state = StepState()
 
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        raise EngineError(
+            "an engine cannot be copied or pickled",
+            "copy engine.module, or save a checkpoint and start another engine from it",
+            "engine",
+            type(self).__name__,
+        )
+
     @cached_property
     def _parts(self) -> ModelParts:
         return ModelParts(self._module)

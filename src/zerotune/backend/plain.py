@@ -162,7 +162,7 @@ class PlainEngine(Autocasting, CountingEngine):
 
     @override
     def _load_state(self, state: EngineState) -> None:
-        self._zero_grad()
+        self._drop_gradients()
         self._count_from(state)
         if self._scheduler is not None:
             self._scheduler.load_state_dict(state.scheduler)
@@ -191,6 +191,9 @@ class PlainEngine(Autocasting, CountingEngine):
         loss.backward()  # type: ignore[no-untyped-call]
         if self._at_boundary and self._group.world_size > 1:
             self._check_all_came()
+        if self._at_boundary and self._scaler is not None:
+            # Here, so that other code can clip the gradients or read their norm before the step.
+            self._scaler.unscale_(self._torch_optimizer)
 
     def _check_all_came(self) -> None:
         """Check that this rank has a gradient of every weight, without which DDP averages none."""
@@ -222,7 +225,7 @@ class PlainEngine(Autocasting, CountingEngine):
 
     @override
     def _discard(self) -> None:
-        self._zero_grad()
+        self._drop_gradients()
         self._count_discarded()
 
     @override
@@ -231,8 +234,6 @@ class PlainEngine(Autocasting, CountingEngine):
 
     def _update(self) -> float:
         """Clip gradients and, if they are finite, update the weights; return the norm."""
-        if self._scaler is not None:
-            self._scaler.unscale_(self._torch_optimizer)
         total = gradient_norm(self._parameters)
         norm, limit = float(total), self._plan.gradient_clipping
         if math.isfinite(norm):
@@ -247,6 +248,13 @@ class PlainEngine(Autocasting, CountingEngine):
 
     def _zero_grad(self) -> None:
         self._torch_optimizer.zero_grad()
+
+    def _drop_gradients(self) -> None:
+        """Drop gradients, scaled or not, without a change of the scale."""
+        self._zero_grad()
+        if (before := self._scaler) is not None:
+            self._scaler = torch.amp.GradScaler(self._device.type)
+            self._scaler.load_state_dict(before.state_dict())
 
     @override
     def _checks(self) -> Checks:

@@ -97,7 +97,8 @@ class Residency:
         self._at = 0
         self.in_backward = False
         self._shared: dict[tuple[int, int], list[Any]] = {}
-        self._hooks = [model.register_forward_pre_hook(_of_root(model, self))]
+        enter_model = _Hook(model, lambda _args: self.enter_model())
+        self._hooks = [model.register_forward_pre_hook(enter_model)]
         self._entering: dict[torch.nn.Module, int] = {}
         for module, units_of_it in needs.items():
             enter, leave = _of_module(module, units_of_it, self)
@@ -363,28 +364,39 @@ def _edge(tensor: torch.Tensor) -> tuple[int, int]:
     return id(tensor.grad_fn), tensor.output_nr
 
 
-# -- Hooks are functions; a copy of the model shares them, so they ignore modules of the copy.
+# -- Hooks of modules.
 
 
-def _of_root(model: torch.nn.Module, residency: Residency) -> Any:
-    def enter(called: torch.nn.Module, _args: Any) -> None:
-        if called is model:
-            residency.enter_model()
+class _Hook:
+    """A hook that ignores copies of its module, which share it, and that cannot be pickled."""
 
-    return enter
+    def __init__(self, module: torch.nn.Module, call: Callable[..., None]) -> None:
+        self._module, self._call = module, call
+
+    def __call__(self, called: torch.nn.Module, *passed: Any) -> None:
+        if called is self._module:
+            self._call(*passed)
+
+    def __deepcopy__(self, _memo: Any) -> _Hook:
+        return self
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        raise EngineError(
+            "a model that the host engine trains, or a copy of it, cannot be pickled as a whole",
+            "pass model.state_dict() to torch.save, or export the model with trainer.export, or "
+            "close the engine first",
+            "model",
+            type(self._module).__name__,
+        )
 
 
 def _of_module(module: torch.nn.Module, units: Sequence[Unit], residency: Residency) -> list[Any]:
-    def enter(called: torch.nn.Module, _args: Any, _kwargs: Any) -> None:
-        if called is module:
-            residency.enter_call(module, units)
+    def leave(args: Any, kwargs: Any, output: Any) -> None:
+        residency.leave_call(module, units)
+        residency.watch_backward(units, (args, kwargs), output)
 
-    def leave(called: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if called is module:
-            residency.leave_call(module, units)
-            residency.watch_backward(units, (args, kwargs), output)
-
+    enter = _Hook(module, lambda *_: residency.enter_call(module, units))
     return [
         module.register_forward_pre_hook(enter, with_kwargs=True),
-        module.register_forward_hook(leave, with_kwargs=True, always_call=True),
+        module.register_forward_hook(_Hook(module, leave), with_kwargs=True, always_call=True),
     ]
