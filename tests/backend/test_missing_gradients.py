@@ -59,10 +59,14 @@ def torch_weights(windows: Any, *, zeros: bool) -> tuple[torch.Tensor, int]:
     return weight.detach(), int(adam.state[weight]["step"])
 
 
-def start(stage: int, offload: str, **context: Any) -> Any:
+def start(
+    stage: int, offload: str, precision: str = "fp32", kind: str = "AdamW", **context: Any
+) -> Any:
+    params = ADAM if kind == "AdamW" else {"lr": 1e-3}
     plan = DeepSpeedPlan.build(
-        stage=stage, offload=offload, micro_batch_size=4, precision="fp32", gradient_clipping=0.0,
-        gradient_accumulation_steps=2, optimizer={"type": "AdamW", "params": ADAM},
+        stage=stage, offload=offload, micro_batch_size=4, precision=precision,
+        gradient_clipping=0.0, gradient_accumulation_steps=2,
+        optimizer={"type": kind, "params": params},
     )  # fmt: skip
     return build(Net(), plan, **context)
 
@@ -71,7 +75,8 @@ def train(engine: Any, windows: Any, first: int = 0) -> None:
     for number, window in enumerate(windows, start=first):
         for at, leaves_out in enumerate(window):
             engine.module.leaves_out = bool(leaves_out)
-            engine.backward(engine(batch(2 * number + at)).square().mean())
+            x = batch(2 * number + at).to(engine.dtype)
+            engine.backward(engine(x).float().square().mean())
             engine.step()
 
 
@@ -133,6 +138,23 @@ def test_what_deepspeed_would_drop_is_refused_before_the_step(stage):
         assert far(engine, before) == 0
         engine.discard()
         train(engine, LEFT_OUT_LAST[2:], first=2)
+
+
+@pytest.mark.parametrize("how", [("fp32", "AdamW"), ("bf16", "AdamW"), ("fp32", "RMSprop")])
+def test_stage_0_freezes_weights_as_torch_does_or_refuses_to(how):
+    with start(0, "none", *how) as engine:
+        train(engine, LEFT_OUT_LAST[:1])
+        # FusedAdam's counter is in the state of the last weight.
+        engine.module.last.requires_grad_(False)
+        before = engine.module.last.weight.detach().clone()
+        if "RMSprop" in how:
+            train(engine, LEFT_OUT_LAST[:1])
+            assert torch.equal(engine.module.last.weight, before)
+        else:
+            with pytest.raises(EngineError, match=r"last\..*frozen after the engine started"):
+                train(engine, LEFT_OUT_LAST[:1])
+            engine.module.last.requires_grad_(True)
+            assert engine.step().applied
 
 
 @ranks(2)

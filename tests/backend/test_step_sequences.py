@@ -71,7 +71,7 @@ KINDS: Final = {
     "host": Kind(stage=2, options={"engine": "host"}),
     "streamed": Kind(stage=2, options=STREAMING),
     "eager": Kind(stage=2, options=STREAMING, clipping=0.0, is_eager=True),
-    "z0": Kind(stage=0, offload="none", **DEEPSPEED, sums_in_place=True),
+    "z0": Kind(stage=0, offload="none", **DEEPSPEED, freezes=False, sums_in_place=True),
     "z1": Kind(
         stage=1, offload="none", **DEEPSPEED, freezes=False, sums_in_place=True, moves_sums=True
     ),
@@ -372,7 +372,7 @@ class Pair:
             self.torch.backward(self.number)
 
     def freeze(self) -> None:
-        if self.kind.stage != 0 and self.torch.at == "idle":
+        if self.torch.at == "idle":
             self.losses.clear()
             frozen = self.torch.is_frozen
             for model in (self.torch.model, self.engine.module):
@@ -481,6 +481,22 @@ def test_graphs_of_a_whole_window_may_exist_before_its_first_backward_pass():
     for name in KINDS:
         for backward in ("backward", "backward_of_the_oldest"):
             play(name, 2, ["train", "train", "forward", "forward", *(backward, "step") * 2])
+
+
+def test_autocast_around_a_call_computes_as_in_torch():
+    for name in KINDS:
+        pair = Pair(name, 1)
+        with contextlib.closing(pair.engine):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = pair.loss()
+                expected = pair.torch.model(batch(pair.number)).square().mean()
+            exact = pair.torch.model(batch(pair.number)).square().mean()
+            assert float(loss) == float(expected) != float(exact), name
+            pair.loop.backward(loss)
+            pair.loop.step()
+            expected.backward()
+            pair.torch.step()
+            pair.check()
 
 
 def test_100_sequences_of_calls_do_what_torch_does_or_are_refused():

@@ -289,7 +289,7 @@ class ZeROEngine(Engine):
     def _check_before_step(self, step: int) -> None:
         trained, moved = self._trained, set[str]()
         self._parts.refresh()
-        if self._plan.stage and any(
+        if not self._wrapper.leaves_frozen and any(
             not each.requires_grad and id(each) in trained for each in self._parts.parameters
         ):
             named = self._module.named_parameters()
@@ -298,7 +298,7 @@ class ZeROEngine(Engine):
         if moved:
             raise EngineError(
                 "this parameter was frozen after the engine started, but DeepSpeed would still "
-                "update it",
+                "update it or, at stage 0 in fp32, count the steps of other weights wrongly",
                 "freeze the parameter before the engine starts, or set the learning rate of "
                 "its parameter group to 0",
                 f"model.{min(moved)}",

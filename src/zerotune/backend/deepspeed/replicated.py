@@ -38,6 +38,12 @@ class Fp32Wrapper(OptimizerWrapper):
     def members(self) -> Sequence[Sequence[torch.Tensor]]:
         return [group["params"] for group in self.raw.param_groups]
 
+    @property
+    @override
+    def leaves_frozen(self) -> bool:
+        # It keeps one counter for all weights in the state of the last one with a gradient.
+        return type(self.raw).__name__ != "FusedAdam"
+
     @override
     def drop_gradients(self) -> None:
         self.raw.zero_grad()

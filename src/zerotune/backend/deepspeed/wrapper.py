@@ -92,6 +92,11 @@ class OptimizerWrapper(ABC):
         """
 
     @property
+    def leaves_frozen(self) -> bool:
+        """Whether weights can be frozen for some steps, in which they do not move."""
+        return False
+
+    @property
     def loses_earlier_gradients(self) -> bool:
         """Whether a step uses only weights with a gradient from a window's last backward pass."""
         return False
