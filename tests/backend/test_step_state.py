@@ -467,6 +467,14 @@ def test_elements_of_an_ema_that_masters_would_round_come_back_from_a_swap(kind)
         assert all(map(torch.equal, masters(engine), weights))
 
 
+def start_half() -> Any:
+    plan = DeepSpeedPlan.build(
+        stage=2, offload="cpu", micro_batch_size=2, precision="bf16", gradient_clipping=0.5,
+        optimizer={"type": "AdamW", "params": {"lr": 4e-3}},
+    )  # fmt: skip
+    return build(Net(), plan, engine="host")
+
+
 def start_split(**how: Any) -> Any:
     plan = DeepSpeedPlan.build(
         stage=2, offload="cpu", micro_batch_size=2, precision="bf16", gradient_clipping=0.5,
@@ -519,6 +527,23 @@ def test_a_single_weight_written_in_place_is_found_before_the_next_step(kind):
             with torch.no_grad():
                 weight.copy_(before)
             engine.step()
+
+
+@pytest.mark.parametrize("kind", ["host", "bf16", "streamed"])
+def test_a_resident_weight_written_through_its_data_is_found_before_the_next_step(kind):
+    changes = (torch.neg_, lambda data: data.mul_(2), lambda data: data[3].add_(0.5))
+    with start_half() if kind == "bf16" else start(kind) as engine:
+        train(engine, 0)
+        # In one unit of streamed engines, and outside all others.
+        weight = engine.module.get_parameter("norm.weight")
+        for number, change in enumerate(changes, start=1):
+            engine.backward(loss_of(engine, number))
+            before = weight.data.clone()
+            change(weight.data)
+            with pytest.raises(EngineError, match=r"norm\.weight = .*other code replaced or"):
+                engine.step()
+            weight.data.copy_(before)
+            assert engine.step().applied
 
 
 @pytest.mark.parametrize("kind", IN_MEMORY)

@@ -628,6 +628,10 @@ class MasterLayout(ABC):
         """Names and weights of the model that are copies of the master weights, between steps."""
         return ()
 
+    def rewritten(self) -> Iterable[str]:
+        """Names of weights that other code may have written without torch's knowledge."""
+        return ()
+
     def in_model(self, address: FragmentAddress) -> torch.Tensor | None:  # noqa: ARG002
         """Return a fragment's weights from the model, 1-D, in the model's compute dtype.
 
@@ -773,7 +777,7 @@ class MasterWeights:
         chance = random.Random(sample)  # noqa: S311 - a sample, and no secret
         addresses = self._layout.addresses
         pairs: list[tuple[FragmentAddress, torch.Tensor, torch.Tensor]] = []
-        written = self._written_in_place()
+        written = self._written_in_place().union(self._layout.rewritten())
         chosen = [address for address in addresses if address.name in written]
         for address in chosen + chance.sample(addresses, min(_COMPARED_PARAMETERS, len(addresses))):
             weights = self._layout.in_model(address)

@@ -467,7 +467,11 @@ class HostEngine(CountingEngine):
             return StepOutcome(applied=False, boundary=False)
         if not self._steps.is_eager:
             self._check_before_step(self._global_step)
-        elif self._updated != self._writes_by_torch() or self._find_replaced() is not None:
+        elif (
+            self._updated != self._writes_by_torch()
+            or self._find_replaced() is not None
+            or self._steps.rewritten()
+        ):
             self._step_state.fail(Stage.SPOILED)
             raise EngineError(
                 "other code wrote weights between engine.backward, which had updated them, and "
@@ -931,6 +935,10 @@ class HostLayout(MasterLayout):
         # Not kept, because a closed unit gives its memory back.
         for name, (unit, member) in self._places.items():
             yield name, member.parameter if unit.resident else unit.host
+
+    @override
+    def rewritten(self) -> Iterable[str]:
+        return (member.name for unit in self._steps.rewritten() for member in unit.members)
 
     @override
     def in_model(self, address: FragmentAddress) -> torch.Tensor | None:

@@ -97,6 +97,8 @@ class UnitPass:
             still = self._check()
             if still is not None:
                 self._run(updates, still)
+            if self.unit.in_place:
+                self.unit.know_bits()
         self._emas_updated += len(updates)
         if not self.written.done():
             self.written.set_result(None)

@@ -353,6 +353,8 @@ def _watch(tensor: Any, call: Callable[[torch.Tensor], None]) -> None:
 def _upload(unit: Unit) -> None:
     host = unit.host
     unit.flat.copy_(host, non_blocking=host.is_pinned())
+    if unit.resident and unit.slabs:
+        unit.know_bits()
 
 
 def _differentiated(tree: Any) -> list[torch.Tensor]:

@@ -494,6 +494,8 @@ class StreamedSteps:
         """Update the model after weights were written in host memory."""
         for unit in self._units:
             unit.version += 1
+            if unit.in_place:
+                unit.know_bits()
             if unit.resident:
                 self._hold(unit)
         if self._foreign is not None:
@@ -537,6 +539,15 @@ class StreamedSteps:
         for member in unit.members:
             release(member.parameter)
         self._held.remove(unit)
+
+    def rewritten(self) -> list[Unit]:
+        """Return the units on the device that other code has written since a step."""
+        with self._lock:
+            there = [unit for unit in self._units if unit.resident and unit not in self._held]
+        if not there:
+            return []
+        same = torch.stack([unit.has_known_bits() for unit in there]).tolist()
+        return [unit for unit, is_same in zip(there, same, strict=True) if not is_same]
 
     def close(self) -> None:
         """Remove the gradient hooks, and restore parameters whose unit is not on the device yet."""

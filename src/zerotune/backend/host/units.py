@@ -188,6 +188,11 @@ class UnitSlab:
             yield slice(at, self.numel)
 
 
+_ROW: Final = 1021
+"""Number of words in a sum: odd, so that no change of all signs cancels out, and prime, so that
+exchanged rows of a matrix change sums."""
+
+
 class Unit:
     """Weights that are copied to the device and freed there together.
 
@@ -256,6 +261,7 @@ class Unit:
         """Number of running calls of the unit, forward or backward."""
         self.version = 0
         """Number of updates of the weights in host memory, by steps and edits."""
+        self._sums = torch.empty(0)
 
     def _slabs(self, order: FlatOrder, memory: HostMemory, kind: MastersName) -> Iterator[UnitSlab]:
         for group in dict.fromkeys(member.group for member in self.members):
@@ -292,6 +298,20 @@ class Unit:
             masters=kept[1],
             dtype=self.host.dtype,
         )
+
+    def know_bits(self) -> None:
+        """Record the weights on the device, to find later writes that torch does not count."""
+        self._sums = self._sum_bits()
+
+    def has_known_bits(self) -> torch.Tensor:
+        """Return whether nobody has written the weights on the device since ``know_bits``."""
+        return (self._sum_bits() == self._sums).all()
+
+    def _sum_bits(self) -> torch.Tensor:
+        words = self.flat.view(torch.int64)
+        whole = len(words) // _ROW * _ROW
+        rows = words[:whole].view(-1, _ROW).sum(1)
+        return torch.cat([rows, words[whole:].sum(0, keepdim=True)])
 
     def wait_until_written(self) -> None:
         """Wait until the last step has updated the weights in host memory.
