@@ -95,6 +95,17 @@ def test_the_configuration_of_the_vae_is_needed_without_the_vae(tmp_path):
         load_pretrained(folder, parts=False)
 
 
+def test_the_name_of_a_family_whose_parts_the_folder_lacks_is_refused(tmp_path):
+    folder = pipelines.sd15(tmp_path / "sd15")
+    expected = (
+        "family = 'sdxl': is for pipelines with text_encoder_2, tokenizer_2, which this "
+        "StableDiffusionPipeline lacks"
+    )
+    with pytest.raises(InvalidValueError, match=expected):
+        load_pretrained(folder, family="sdxl")
+    assert load_pretrained(folder, family="sd21").component == "unet"
+
+
 def test_buffers_have_their_values_immediately(tmp_path):
     folder = declared_pipelines.pixart_sigma(tmp_path / "pixart")
     loaded = load_pretrained(folder, plan=PLAN, parts=False)
@@ -423,7 +434,7 @@ def test_bitsandbytes_quantizes_while_loading(sd3, monkeypatch, told, storage, c
     loaded = load_pretrained(sd3, parts=False, plan=PLAN, quantization=config)
     plain = ModelFacts.from_module(load_pretrained(sd3, parts=False).model)
     facts = ModelFacts.from_module(loaded.model)
-    assert "quantized by BitsAndBytesConfig" in loaded.decisions[0].after
+    assert "quantized with BitsAndBytesConfig" in loaded.decisions[0].after
     assert facts.numel == plain.numel
     assert facts.storages == (storage,)
     assert facts.weight_bytes(2) < 0.75 * plain.weight_bytes(2)

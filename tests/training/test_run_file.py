@@ -64,7 +64,7 @@ def test_json_and_toml_say_the_same(tmp_path):
 
 
 def test_every_mistake_is_reported_with_its_line(tmp_path):
-    text = "model: 3\ndata:\n  foldr: photos\nsteps: 0\nema: 2\nlr: 1e-4\n"
+    text = "model: 3\ndata:\n  foldr: photos\nsteps: 0\nema: 1\nlr: 1e-4\n"
     with pytest.raises(ZeroTuneError) as raised:
         RunFile.load(written(tmp_path, text))
     found = [str(each) for each in raised.value.each()]

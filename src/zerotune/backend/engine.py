@@ -430,6 +430,11 @@ class StartedEngine(Engine):
         super().__init__()
         with self._starting():
             self._claim(model)
+            for layer in model.modules():
+                # When a CPU evaluates, bitsandbytes would repack 4-bit weights, and it cannot train
+                # with repacked weights.
+                if "support_avx512bf16_for_cpu" in vars(layer):
+                    vars(layer)["support_avx512bf16_for_cpu"] = False
             self._start(model, plan, timeout_s)
             trained = [p for p in model.parameters() if p.requires_grad]
             self._step_state.watch(

@@ -14,6 +14,7 @@ from zerotune._util.text import listing
 from zerotune.backend.single_file import INDEX, SingleFile
 from zerotune.decisions import Decision
 from zerotune.diffusion.known_families import FAMILIES, named_family
+from zerotune.diffusion.models.family import parameters_of
 from zerotune.diffusion.models.pipeline import (
     FrozenParts,
     PipelineModel,
@@ -61,7 +62,25 @@ class StoredPipeline:
         """Return the requested family; by default the family of the pipeline."""
         if told is None or not isinstance(told, str):
             return told or self.family()
-        return named_family(told)
+        kind = named_family(told)
+        parts = parameters_of(pipeline_class(kind.pipeline))
+        lacking = [
+            name
+            for name, part in parts.items()
+            if part.default is part.empty
+            and part.kind is part.POSITIONAL_OR_KEYWORD
+            and name not in self.index
+        ]
+        # A custom family may add parts itself.
+        if lacking and ":" not in told:
+            raise InvalidValueError(
+                f"is for pipelines with {listing(lacking)}, which this "
+                f"{self.index.get('_class_name')} lacks",
+                "omit family, or pass the folder of such a pipeline",
+                "family",
+                told,
+            )
+        return kind
 
     def check_left_out(self, names: Sequence[str], component: str) -> None:
         """Check that the pipeline has the parts to leave out."""

@@ -86,8 +86,9 @@ class ParameterFacts:
             state = parameter.quant_state
             constants = [state.absmax, *([state.state2.absmax] if state.nested else [])]
             return facts._kept(str(state.quant_type), state.shape, constants, parameter)
-        if kind.__name__ == "Int8Params" and getattr(parameter, "SCB", None) is not None:
-            return facts._kept("int8", shape, [parameter.SCB], parameter)
+        if kind.__name__ == "Int8Params" and str(parameter.dtype) == "torch.int8":
+            # The first forward pass moves the scales from the parameter to the layer.
+            return facts.quantized("int8")
         if kind.__name__ == "GGUFParameter":
             return facts._kept(
                 f"gguf-{parameter.quant_type.name.lower()}", parameter.quant_shape, [], parameter

@@ -190,7 +190,7 @@ class RunFile(Section):
     overrides: dict[str, Any] | None = setting(Free())
     """Settings of the plan to replace, such as optimizer.params.lr."""
     adapters: Adapters | None = setting(Nested(Adapters))
-    ema: float | None = setting(_SHARE)
+    ema: float | None = setting(Number(below=1.0, auto=False))
     """Decay of an EMA, which validation and export then use. Default: no EMA."""
     steps: int | None = setting(_WHOLE)
     """Total number of optimizer steps, including those before a resume."""

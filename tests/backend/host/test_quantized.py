@@ -47,10 +47,13 @@ def quantized(run: Run, kind: str) -> Any:
         for part in list(block.modules()):
             for name, child in list(part.named_children()):
                 if type(child) is torch.nn.Linear:
-                    made = bnb.nn.Linear4bit(
-                        child.in_features, child.out_features, bias=child.bias is not None,
-                        quant_type=kind, compute_dtype=torch.bfloat16,
-                    )  # fmt: skip
+                    shape = child.in_features, child.out_features, child.bias is not None
+                    if kind == "int8":
+                        made = bnb.nn.Linear8bitLt(*shape, has_fp16_weights=False)
+                    else:
+                        made = bnb.nn.Linear4bit(
+                            *shape, quant_type=kind, compute_dtype=torch.bfloat16
+                        )
                     made.load_state_dict(child.state_dict())
                     setattr(part, name, made.to("cpu"))
     add_adapters(run, model)
@@ -62,7 +65,12 @@ def quantized(run: Run, kind: str) -> Any:
 
 @pytest.mark.parametrize(
     ("run", "kind"),
-    [(attrs.evolve(RUN, clipping=0.0, checkpointing="on"), "nf4"), (RUN, "fp4")],
+    [
+        (attrs.evolve(RUN, clipping=0.0, checkpointing="on"), "nf4"),
+        (RUN, "fp4"),
+        (attrs.evolve(RUN, clipping=0.0, checkpointing="on"), "int8"),
+        (RUN, "int8"),
+    ],
     ids=str,
 )
 def test_streaming_a_quantized_base_equals_zero_2_bit_for_bit(run, kind):
@@ -76,14 +84,32 @@ def test_streaming_a_quantized_base_equals_zero_2_bit_for_bit(run, kind):
             if streamed:
                 assert engine.counts.evicted
                 assert {str(unit.host.dtype) for unit in engine._units if not unit.resident} == {
-                    "torch.uint8"
+                    "torch.int8" if kind == "int8" else "torch.uint8"
                 }
     assert not differences(*kept)
 
 
-def test_a_deep_copy_of_the_model_can_read_its_streamed_weights():
+@pytest.mark.parametrize("streamed", [None, Streaming(window=2)], ids=["resident", "streamed"])
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_validation_between_steps_does_not_change_them(kind, streamed):
     needs("bitsandbytes", may_lack=WHY)
-    with start(RUN, quantized(RUN, "nf4"), streamed=Streaming(window=2)) as engine:
+    kept = []
+    for validates in (False, True):
+        model = quantized(RUN, kind)
+        run = attrs.evolve(RUN, evaluate=validates)
+        if validates:  # As a preview of the untrained model does.
+            with torch.no_grad():
+                model(**FAMILIES[RUN.family][1](torch.Generator().manual_seed(1), torch.float32))
+        with start(run, model, streamed=streamed) as engine:
+            advance(run, engine, range(run.steps))
+            kept.append({"contents": contents(engine)})
+    assert not differences(*kept)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_deep_copy_of_the_model_can_read_its_streamed_weights(kind):
+    needs("bitsandbytes", may_lack=WHY)
+    with start(RUN, quantized(RUN, kind), streamed=Streaming(window=2)) as engine:
         advance(RUN, engine, range(1))
         copied = copy.deepcopy(engine.module)
 
@@ -101,11 +127,11 @@ def test_a_deep_copy_of_the_model_can_read_its_streamed_weights():
 def test_other_quantized_bases_stay_on_the_device_with_a_reason(monkeypatch):
     facts = ModelFacts.from_module(make_model(RUN))
     frozen = next(each for each in facts.parameters if not each.trainable)
-    facts = attrs.evolve(facts, parameters=(frozen.quantized("int8"), *facts.parameters[1:]))
+    facts = attrs.evolve(facts, parameters=(frozen.quantized("fp8"), *facts.parameters[1:]))
     monkeypatch.setattr(engines.ModelFacts, "from_module", lambda _: facts)
     plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="bf16")
     resolved = OptimizerResolver().apply(plan.resolve(streamed=True, world_size=1))
     assert why_not_hosted(resolved, make_model(RUN)) == (
-        "a base model in int8 stays on the device; bitsandbytes' 4-bit weights "
-        "(nf4, fp4) are streamed"
+        "a base model in fp8 stays on the device; bitsandbytes' weights "
+        "(nf4, fp4, int8) are streamed"
     )

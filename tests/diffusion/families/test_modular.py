@@ -187,6 +187,8 @@ def test_a_model_of_blocks_trains(page):
 def test_unusable_blocks_are_refused_with_the_reason():
     with pytest.raises(InvalidValueError, match="did you mean FluxAutoBlocks"):
         blocks_pipeline("FluxAutoBlock")
+    with pytest.raises(InvalidValueError, match=r"name = 3: .*has no blocks of this name"):
+        blocks_pipeline(3)
     with pytest.raises(InvalidValueError, match="one of text2image, image2image"):
         blocks_pipeline("FluxAutoBlocks", "text2video")
     with pytest.raises(InvalidValueError, match="no block named 'text_encoder'"):

@@ -100,7 +100,7 @@ from zerotune.plan.sections import pins
 
 KEY = "streamed"
 _OF_ADAM = ("lr", "bias_correction", "betas", "eps", "weight_decay", "amsgrad")
-_STREAMED_STORAGES = {"nf4", "fp4"}
+_STREAMED_STORAGES = {"nf4", "fp4", "int8"}
 """Quantization formats of a frozen base that can be streamed; all others use special tensors."""
 _ROUNDS_OTHERWISE = "this build of torch rounds differently from the op host_step"
 _CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -784,8 +784,8 @@ def _why_not_streamed(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
     kept = {p.storage for p in ModelFacts.from_module(model).parameters if p.storage}
     if other := sorted(kept - _STREAMED_STORAGES):
         return (
-            f"a base model in {', '.join(other)} stays on the device; bitsandbytes' 4-bit weights "
-            "(nf4, fp4) are streamed"
+            f"a base model in {', '.join(other)} stays on the device; bitsandbytes' weights "
+            "(nf4, fp4, int8) are streamed"
         )
     if not find_units(model, (plan.streaming or Streaming()).units):
         return "the model has no repeated blocks; set Streaming(units=...) to the modules to stream"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Final
+from typing import Any, Final
 
 import attrs
 import torch
@@ -500,7 +500,25 @@ def make_units(
         if (quantized := getattr(tensor, "quant_state", None)) is not None:
             # The quantization state stays on the device, whether its weight is streamed or not.
             quantized.to(device)
+    for layer in model.modules():
+        weight: Any = layer._parameters.get("weight")
+        if type(weight).__name__ == "Int8Params" and weight.dtype == torch.int8:
+            _let_compute_with(weight, layer, owner.get(id(weight)))
     return units, {module: _streamed_in(module, owner) for _, module in modules}
+
+
+def _let_compute_with(weight: Any, layer: Any, unit: Unit | None) -> None:
+    """Let an int8 layer of bitsandbytes, which computes with ``state.CB``, use its unit's memory.
+
+    The scales stay on the device, whether the weight is streamed or not.
+    """
+    if weight.CB is not None:
+        layer.init_8bit_state()
+    codes = torch.nn.Parameter(weight.data, requires_grad=False)
+    layer.state.CB, layer.state.SCB = codes, layer.state.SCB.to(weight.device)
+    if unit is not None:
+        (member,) = (each for each in unit.members if each.parameter is weight)
+        unit.members += (attrs.evolve(member, name=f"{member.name}.CB", parameter=codes),)
 
 
 def _streamed_in(module: torch.nn.Module, owner: Mapping[int, Unit]) -> list[Unit]:

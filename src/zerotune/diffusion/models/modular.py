@@ -160,10 +160,10 @@ def blocks_pipeline(
     """
     import diffusers
 
-    kind = getattr(diffusers, name, None)
+    kind = getattr(diffusers, str(name), None)
     if not (isinstance(kind, type) and issubclass(kind, ModularPipelineBlocks)):
         known = [each for each in dir(diffusers) if each.endswith("Blocks")]
-        near = did_you_mean(name, known)
+        near = did_you_mean(str(name), known)
         raise InvalidValueError(
             f"diffusers {diffusers.__version__} has no blocks of this name",
             f"did you mean {' or '.join(near)}?" if near else f"one of {', '.join(known)}",
