@@ -13,8 +13,8 @@ from typing import Final
 from zerotune._util.files import drafted, system_errors, write_synced
 from zerotune._util.text import counted, format_size
 from zerotune.cli import print_text
+from zerotune.cli.options import LORA_HELP, add_family, add_machine, machine_of, model_of
 from zerotune.cli.plan import add_update, at_least_one
-from zerotune.cli.reports import LORA_HELP, add_family, add_machine, machine_of, model_of
 from zerotune.diffusion import data
 from zerotune.errors import DataError, InvalidValueError, NothingFitsError, PlanFileError
 from zerotune.plan import DeepSpeedPlan
