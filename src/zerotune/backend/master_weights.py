@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from typing import Any, ClassVar, Final, Protocol
@@ -628,8 +628,8 @@ class MasterLayout(ABC):
         """Names and weights of the model that are copies of the master weights, between steps."""
         return ()
 
-    def rewritten(self) -> Iterable[str]:
-        """Names of weights that other code may have written without torch's knowledge."""
+    def have_known_bits(self) -> Iterable[tuple[Collection[str], torch.Tensor]]:
+        """Yield names of weights, and whether they are as written, for some weights together."""
         return ()
 
     def in_model(self, address: FragmentAddress) -> torch.Tensor | None:  # noqa: ARG002
@@ -776,22 +776,38 @@ class MasterWeights:
             raise _written_elsewhere(name, "written in place since the last step")
         chance = random.Random(sample)  # noqa: S311 - a sample, and no secret
         addresses = self._layout.addresses
+        written = self._written_in_place()
+        chosen = [(each, slice(0, each.numel)) for each in addresses if each.name in written]
+        for address in chance.sample(addresses, min(_COMPARED_PARAMETERS, len(addresses))):
+            start = chance.randrange(max(1, address.numel - _COMPARED_ELEMENTS))
+            chosen.append((address, slice(start, min(start + _COMPARED_ELEMENTS, address.numel))))
+        known = list(self._layout.have_known_bits())
+        same = self._compare(chosen, [is_same for _, is_same in known])
+        doubtful = {
+            each
+            for (names, _), is_same in zip(known, same, strict=True)
+            for each in (() if is_same else names)
+        }
+        if doubtful:
+            self._compare(
+                [(each, slice(0, each.numel)) for each in addresses if each.name in doubtful]
+            )
+
+    def _compare(
+        self,
+        chosen: Iterable[tuple[FragmentAddress, slice]],
+        further: Sequence[torch.Tensor] = (),
+    ) -> Sequence[torch.Tensor]:
+        """Compare parts of fragments with the model, and return ``further`` in host memory."""
         pairs: list[tuple[FragmentAddress, torch.Tensor, torch.Tensor]] = []
-        written = self._written_in_place().union(self._layout.rewritten())
-        chosen = [address for address in addresses if address.name in written]
-        for address in chosen + chance.sample(addresses, min(_COMPARED_PARAMETERS, len(addresses))):
+        for address, part in chosen:
             weights = self._layout.in_model(address)
             if weights is not None:
-                start = chance.randrange(max(1, address.numel - _COMPARED_ELEMENTS))
-                part = slice(start, min(start + _COMPARED_ELEMENTS, address.numel))
-                part = slice(0, address.numel) if address.name in written else part
                 master = self._layout.masters_of(address, part)
                 pairs.append((address, weights[part], master.to(weights.dtype)))
-        if not pairs:
-            return
-        addresses, *sides = zip(*pairs, strict=True)
-        on_host = _on_host([part for side in sides for part in side])
-        for address, there, here in zip(addresses, on_host, on_host[len(pairs) :], strict=False):
+        on_host = _on_host([*(p[1] for p in pairs), *(p[2] for p in pairs), *further])
+        heres = on_host[len(pairs) :]
+        for (address, *_), there, here in zip(pairs, on_host, heres, strict=False):
             unlike = ((there != here) & ~(there.isnan() & here.isnan())).nonzero()
             if len(unlike):
                 worst = int(unlike[0])
@@ -799,6 +815,7 @@ class MasterWeights:
                     address.name,
                     f"{float(there[worst]):g}, master weight {float(here[worst]):g}",
                 )
+        return on_host[2 * len(pairs) :]
 
     def _written_in_place(self) -> set[str]:
         """Names of weights that torch has counted a write to since the last call."""

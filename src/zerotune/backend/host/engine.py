@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar, Final
 
@@ -467,11 +467,7 @@ class HostEngine(CountingEngine):
             return StepOutcome(applied=False, boundary=False)
         if not self._steps.is_eager:
             self._check_before_step(self._global_step)
-        elif (
-            self._updated != self._writes_by_torch()
-            or self._find_replaced() is not None
-            or self._steps.rewritten()
-        ):
+        elif self._updated != self._writes_by_torch() or self._find_replaced() is not None:
             self._step_state.fail(Stage.SPOILED)
             raise EngineError(
                 "other code wrote weights between engine.backward, which had updated them, and "
@@ -937,8 +933,9 @@ class HostLayout(MasterLayout):
             yield name, member.parameter if unit.resident else unit.host
 
     @override
-    def rewritten(self) -> Iterable[str]:
-        return (member.name for unit in self._steps.rewritten() for member in unit.members)
+    def have_known_bits(self) -> Iterable[tuple[Collection[str], torch.Tensor]]:
+        for unit in self._steps.on_device:
+            yield [member.name for member in unit.members], unit.has_known_bits()
 
     @override
     def in_model(self, address: FragmentAddress) -> torch.Tensor | None:

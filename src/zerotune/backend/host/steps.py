@@ -540,14 +540,11 @@ class StreamedSteps:
             release(member.parameter)
         self._held.remove(unit)
 
-    def rewritten(self) -> list[Unit]:
-        """Return the units on the device that other code has written since a step."""
+    @property
+    def on_device(self) -> list[Unit]:
+        """Units that stay on the device and whose last update has reached it."""
         with self._lock:
-            there = [unit for unit in self._units if unit.resident and unit not in self._held]
-        if not there:
-            return []
-        same = torch.stack([unit.has_known_bits() for unit in there]).tolist()
-        return [unit for unit, is_same in zip(there, same, strict=True) if not is_same]
+            return [unit for unit in self._units if unit.resident and unit not in self._held]
 
     def close(self) -> None:
         """Remove the gradient hooks, and restore parameters whose unit is not on the device yet."""

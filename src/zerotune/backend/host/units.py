@@ -305,7 +305,7 @@ class Unit:
 
     def has_known_bits(self) -> torch.Tensor:
         """Return whether nobody has written the weights on the device since ``know_bits``."""
-        return (self._sum_bits() == self._sums).all()
+        return (self._sum_bits() == self._sums).all().view(1)
 
     def _sum_bits(self) -> torch.Tensor:
         words = self.flat.view(torch.int64)
