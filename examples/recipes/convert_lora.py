@@ -22,6 +22,7 @@ from typing import Any, Final
 import attrs
 import peft
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -33,7 +34,6 @@ from zerotune.backend.adapters import (
     Form,
     Published,
     Read,
-    adapter_layers,
     adapter_settings,
     find_adapters,
     layer_and_kind,
@@ -100,7 +100,11 @@ def converted(
     """Return a component's tensors in another format, and whether diffusers reads the same bits."""
     with torch.device("meta"):
         model.add_adapter(peft.PeftConfig.from_peft_type(**settings), adapter_name="default")
-    scales = {name: float(layer.scaling["default"]) for name, layer in adapter_layers(model)}
+    scales = {
+        name: float(layer.scaling["default"])
+        for name, layer in model.named_modules()
+        if isinstance(layer, BaseTunerLayer)
+    }
     layers: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in state.items():
         layer, kind = layer_and_kind(key)

@@ -35,7 +35,7 @@ from zerotune.diffusion.data.order import Draw
 from zerotune.diffusion.data.preparation import LOSS_MASKS
 from zerotune.diffusion.data.sources import ImageSource
 from zerotune.diffusion.data.streams import BucketedDataset
-from zerotune.diffusion.losses import weighted_mean
+from zerotune.diffusion.losses import weighed
 from zerotune.diffusion.models.family import Denoiser, Family
 from zerotune.diffusion.noise import DrawnNoise, Noise
 from zerotune.diffusion.objective import Inputs, SchedulerObjective
@@ -282,7 +282,7 @@ class PreferenceObjective:
             theirs = self._differences(reference, both, levels)
         ours = self._differences(model, both, levels)
         losses = -torch.nn.functional.logsigmoid(-0.5 * self.beta * (ours - theirs))
-        return weighted_mean(losses, batch)
+        return weighed(losses, batch).mean()
 
     def losses_at(
         self,

@@ -9,9 +9,9 @@ import pytest
 from zerotune import DeepSpeedPlan, Platform, RunFacts
 from zerotune.errors import PlanError, PlanFileError
 from zerotune.plan.accelerate import OF_THE_SCRIPT
+from zerotune.plan.context import Context
 from zerotune.plan.plan import raised
 from zerotune.plan.read import plan_from_mapping, read_partly
-from zerotune.plan.rules.rule import RuleContext
 
 FOUR = {
     "train_batch_siz": 8,
@@ -47,8 +47,8 @@ def mistakes_of(read):
 
 def inspected(plan, mistakes=()):
     return plan.inspect(
-        RuleContext(),
-        resolve_in=RuleContext(platform=Platform.synthetic("cuda"), run=RunFacts(lr=1e-4)),
+        Context(),
+        resolve_in=Context(platform=Platform.synthetic("cuda"), run=RunFacts(lr=1e-4)),
         mistakes=mistakes,
     )
 

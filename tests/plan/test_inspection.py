@@ -8,7 +8,7 @@ import pytest
 
 from zerotune import cli
 from zerotune.plan import DeepSpeedPlan
-from zerotune.plan.rules.rule import RuleContext
+from zerotune.plan.context import Context
 from zerotune.platform import Platform
 
 NVME = "zero_optimization.offload_optimizer.device"
@@ -20,7 +20,7 @@ TWICE_WRONG = {
 
 
 def inspected(config):
-    context = RuleContext(platform=Platform.synthetic("cuda"))
+    context = Context(platform=Platform.synthetic("cuda"))
     plan = DeepSpeedPlan.from_dict(config)
     return plan.inspect(context)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from zerotune.errors import PlanError
 from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts
 from zerotune.plan import keys as known_keys
-from zerotune.plan.rules.rule import RuleContext
+from zerotune.plan.context import Context
 from zerotune.plan.rules.table import check_plan
 from zerotune.plan.section import modelled
 from zerotune.plan.sections import (
@@ -145,7 +145,7 @@ def test_check_returns_findings_and_raises_nothing(config, platform, model, worl
     plan = plan_or_error(config)
     if plan is None:
         return
-    context = RuleContext(
+    context = Context(
         world_size=world_size, platform=platform, model=model, run=RunFacts(total_steps=steps)
     )
     for finding in check_plan(plan, context):
@@ -154,8 +154,7 @@ def test_check_returns_findings_and_raises_nothing(config, platform, model, worl
         assert isinstance(finding.as_error(), PlanError)
         assert finding.reason
     assert [str(each) for each in plan.check(world_size=world_size, platform=platform)] == [
-        str(each)
-        for each in check_plan(plan, RuleContext(world_size=world_size, platform=platform))
+        str(each) for each in check_plan(plan, Context(world_size=world_size, platform=platform))
     ]
 
 

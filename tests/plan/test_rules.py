@@ -6,7 +6,8 @@ import pytest
 
 from zerotune.errors import InvalidValueError, PlanConflictError, PlanError
 from zerotune.plan import DeepSpeedPlan, RunFacts
-from zerotune.plan.rules.rule import Finding, RuleContext
+from zerotune.plan.context import Context
+from zerotune.plan.rules.rule import Finding
 from zerotune.plan.rules.table import all_rules
 from zerotune.plan.sections import LaunchSection
 from zerotune.platform import Platform
@@ -20,7 +21,7 @@ def zero(**keys):
 
 
 def find(rule, config, **context) -> list[Finding]:
-    return RULES[rule](DeepSpeedPlan.from_dict(config), RuleContext(**context))
+    return RULES[rule](DeepSpeedPlan.from_dict(config), Context(**context))
 
 
 def one(rule, config, **context) -> Finding:
@@ -49,7 +50,7 @@ def test_every_rule_has_a_test():
 @pytest.mark.parametrize("world_size", [0, -1, True, 1.0])
 def test_rules_refuse_an_invalid_world_size(world_size):
     with pytest.raises(InvalidValueError):
-        RuleContext(world_size=world_size)
+        Context(world_size=world_size)
 
 
 def test_a_plain_plan_has_no_findings():
@@ -91,7 +92,7 @@ def test_precision_conflict_with_the_launcher(config, launched, conflicts):
         bf16=DeepSpeedPlan.from_dict(config).bf16,
         launch=LaunchSection(mixed_precision=launched),
     )
-    findings = RULES["precision-conflict"](plan, RuleContext())
+    findings = RULES["precision-conflict"](plan, Context())
     assert [finding.key for finding in findings] == ["launch.mixed_precision"] * conflicts
 
 
@@ -177,7 +178,7 @@ def test_removed_sections_are_refused_where_deepspeed_refuses_them():
 
 def test_unknown_keys_set_in_code_are_found():
     plan = DeepSpeedPlan(extra={"train_batch": 3, "_note": 1, "wandb": {}})
-    (finding,) = RULES["unknown-key"](plan, RuleContext())
+    (finding,) = RULES["unknown-key"](plan, Context())
     assert finding.key == "train_batch"
     assert "'train_batch_size'" in finding.fix
 
@@ -228,7 +229,7 @@ def test_accumulation_and_clipping_set_twice():
     found = {
         finding.key: finding
         for name in ("accumulation-set-twice", "clipping-set-twice")
-        for finding in RULES[name](plan, RuleContext())
+        for finding in RULES[name](plan, Context())
     }
     assert found.keys() == {
         "launch.gradient_accumulation_steps",

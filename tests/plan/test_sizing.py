@@ -69,11 +69,11 @@ def swapping(facts, world_size=1, element_bytes=2, block_bytes=1):
 def test_only_partitions_of_at_least_one_mebibyte_are_swapped():
     facts = model((1024, 512))
     (parameter,) = facts.parameters
-    assert swapping(facts).swappable(parameter)
+    assert swapping(facts).swapped == [parameter]
     assert swapping(facts).largest == parameter
-    assert not swapping(facts, world_size=2).swappable(parameter)
-    assert swapping(facts, world_size=2, element_bytes=4).swappable(parameter)
-    assert not swapping(facts, block_bytes=2**21).swappable(parameter)
+    assert swapping(facts, world_size=2).swapped == []
+    assert swapping(facts, world_size=2, element_bytes=4).swapped == [parameter]
+    assert swapping(facts, block_bytes=2**21).swapped == []
     assert swapping(facts, block_bytes=2**21).largest is None
 
 

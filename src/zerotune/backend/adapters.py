@@ -14,7 +14,7 @@ import importlib
 import inspect
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -33,8 +33,6 @@ _PARAMETER: Final = re.compile(
 )
 _EMPTYING: Final = re.compile(r"lora_B|lora_embedding_A|lokr_\w+|hada_\w+|oft_R|oft_embedding_R")
 """Factors that disable the whole adapter while they are zero."""
-BASE: Final = "base_layer"
-"""Name of the attribute under which peft stores the wrapped layer."""
 
 
 @attrs.frozen(kw_only=True)
@@ -163,13 +161,6 @@ def fingerprint(tensor: torch.Tensor) -> str:
     """Return the SHA-256 of a tensor's elements in fp32, in hexadecimal."""
     flat = tensor.detach().float().cpu().contiguous().view(-1)
     return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
-
-
-def adapter_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the module of each layer that an adapter wraps."""
-    for name, module in model.named_modules():
-        if hasattr(module, BASE) and hasattr(module, "adapter_layer_names"):
-            yield name, module
 
 
 Layout = Literal["diffusers", "peft"]

@@ -193,18 +193,14 @@ class Comparison:
         means = errors.flatten(1).mean(1)
         if self.weights is not None:
             means = means * self.weights.to(means.device, torch.float32)
-        return _weighed(means, self.batch)
+        return weighed(means, self.batch)
 
     def _in_fp32(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.prediction.float(), self.target.to(self.prediction.device).float()
 
 
-def weighted_mean(losses: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Multiply losses (b,) by the batch's loss weights, and return their mean."""
-    return _weighed(losses, batch).mean()
-
-
-def _weighed(losses: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def weighed(losses: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Multiply losses (b,) by the batch's loss weights, if it has some."""
     given = batch.get(LOSS_WEIGHTS)
     if given is None:
         return losses

@@ -94,7 +94,7 @@ class EMAModel:
 
     def _track(self, weights: _Weights, store: ShadowStore | None) -> None:
         self._index, self._parameters, self._master = weights
-        self.shadow = EMAShadow(decay=_Schedule(self), store=store).attach(self._master)
+        self.shadow = EMAShadow(decay=self, store=store).attach(self._master)
 
     def follow(self, source: Any) -> None:
         """Continue the EMA with the weights of another model. Collective.
@@ -145,6 +145,10 @@ class EMAModel:
         """
         schedule = _schedule(**self._settings())
         return schedule.at(optimization_step - self.update_after_step - 1)
+
+    def at(self, step: int) -> float:
+        """Return the decay of update ``step``, counting from 0, as ``DecaySchedule`` does."""
+        return self.get_decay(step + 1)
 
     def step(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
         """Update the EMA after one applied optimizer step.
@@ -306,6 +310,10 @@ class EMAModel:
         )
         return ema
 
+    @override
+    def __repr__(self) -> str:
+        return f"EMAModel(decay={self.decay})"
+
     def _settings(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _SETTINGS}
 
@@ -383,20 +391,6 @@ def _schedule(
     if use_ema_warmup:
         return WarmupDecay(decay=decay, inverse_gamma=inv_gamma, power=power, min_decay=min_decay)
     return RampDecay(decay=decay, min_decay=min_decay)
-
-
-class _Schedule:
-    """The current schedule of an ``EMAModel``, whose settings ``load_state_dict`` changes."""
-
-    def __init__(self, owner: EMAModel) -> None:
-        self._owner = owner
-
-    def at(self, step: int) -> float:
-        return self._owner.get_decay(step + 1)
-
-    @override
-    def __repr__(self) -> str:
-        return f"EMAModel(decay={self._owner.decay})"
 
 
 _Weights = tuple[Mapping[str, int], tuple[torch.nn.Parameter, ...], MasterWeights]

@@ -7,17 +7,17 @@ import pytest
 from zerotune import DeepSpeedPlan, Platform
 from zerotune.errors import OptimizerError
 from zerotune.plan import Workload
+from zerotune.plan.context import Context
 from zerotune.plan.families import family
 from zerotune.plan.optimizer.catalogue import OPTIMIZERS
 from zerotune.plan.optimizer.names import BY_WORD, TORCH_NAMES
-from zerotune.plan.rules.rule import RuleContext
 from zerotune.plan.rules.table import check_plan
 
 CUDA = Platform.synthetic("cuda", vram=24 << 30, ram=256 << 30)
 PARAMS = {"lr": 1e-4, "weight_decay": 0.0}
 MODEL = family("sdxl")
 WORK = Workload(batch=1, height=1024, width=1024)
-CONTEXT = RuleContext(platform=CUDA, model=MODEL)
+CONTEXT = Context(platform=CUDA, model=MODEL)
 
 
 def plan(name, *, stage=2, device="cpu", params=PARAMS, **section):

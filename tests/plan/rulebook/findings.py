@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from zerotune.plan import DeepSpeedPlan
-from zerotune.plan.rules.rule import Finding, RuleContext
+from zerotune.plan.context import Context
+from zerotune.plan.rules.rule import Finding
 from zerotune.plan.rules.table import all_rules
 from zerotune.plan.sections import LaunchSection
 
@@ -28,7 +29,7 @@ def read(config: dict[str, Any], **launch: Any) -> DeepSpeedPlan:
 def find(rule: str, plan: DeepSpeedPlan | dict[str, Any], **context: Any) -> list[Finding]:
     if isinstance(plan, dict):
         plan = DeepSpeedPlan.from_dict(plan)
-    return RULES[rule](plan, RuleContext(**context))
+    return RULES[rule](plan, Context(**context))
 
 
 def one(rule: str, plan: DeepSpeedPlan | dict[str, Any], **context: Any) -> Finding:

@@ -151,10 +151,6 @@ class Swapping:
         """Number of elements of the smallest partition that DeepSpeed swaps."""
         return -(-max(SMALLEST_SWAP_BYTES, self.block_bytes) // self.element_bytes)
 
-    def swappable(self, parameter: ParameterFacts) -> bool:
-        """Whether the partition of ``parameter`` is large enough to be swapped."""
-        return partition(parameter, self.world_size) >= self.smallest
-
     @property
     def swapped(self) -> list[ParameterFacts]:
         """Parameters that DeepSpeed swaps to files."""

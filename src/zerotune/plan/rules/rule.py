@@ -32,10 +32,6 @@ Finding = Decision
 """One finding of a rule: a record with the rule's id and a fix."""
 
 
-RuleContext = Context
-"""Alias of ``Context`` for rules and their callers."""
-
-
 Findings = Iterator[Decision]
 
 
