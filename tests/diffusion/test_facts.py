@@ -25,7 +25,7 @@ from zerotune.diffusion.facts import (
     model_facts,
 )
 from zerotune.diffusion.models.declared import Flux
-from zerotune.diffusion.passes import activation_peak, both_passes
+from zerotune.diffusion.passes import both_passes
 from zerotune.diffusion.passes import counting as counting_passes
 from zerotune.errors import InvalidValueError
 from zerotune.plan.facts import ModelFacts
@@ -67,6 +67,11 @@ FLUX = {
     "pooled_projection_dim": 16,
     "guidance_embeds": True,
 }
+
+
+def activation_peak(module, arguments):
+    with counting_passes(module) as count:
+        return count(arguments).peak
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,7 @@ _SHORTER = (
     (r"\bepochs=\d+", "epochs=1"),
     (r"\bsteps=(30|20)\b", "steps=2"),
     (r"range\(1000\)", "range(2)"),
-    (r"AspectBuckets(\.one_megapixel)?\(\)", "AspectBuckets(area=1024, step=8)"),
+    (r"AspectBuckets\(\)", "AspectBuckets(area=1024, step=8)"),
     # Compiling takes minutes; tests/backend/test_compilation.py covers it.
     (r"compile=True", "compile=False"),
 )

@@ -55,19 +55,6 @@ class Pass:
         return max(self.live, default=0)
 
 
-def activation_peak(module: torch.nn.Module, arguments: Mapping[str, Any]) -> int:
-    """Return the peak number of allocated bytes in one forward and backward pass.
-
-    Parameters and their gradients are not counted.
-
-    Args:
-        module: A module on the ``meta`` device.
-        arguments: Arguments of ``forward``.
-    """
-    with counting(module) as count:
-        return count(arguments).peak
-
-
 @contextlib.contextmanager
 def counting(module: torch.nn.Module) -> Iterator[Callable[..., Pass]]:
     """Yield a function that measures one forward and backward pass of a ``meta`` module.

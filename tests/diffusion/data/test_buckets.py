@@ -65,9 +65,9 @@ def take(group, steps):
 @pytest.mark.parametrize(
     ("buckets", "square", "step"),
     [
-        (AspectBuckets.one_megapixel(), 1024, 64),
-        (AspectBuckets.three_quarter_megapixel(), 832, 64),
-        (AspectBuckets.pixel_art(), 128, 8),
+        (AspectBuckets(), 1024, 64),
+        (AspectBuckets(area=1024 * 768), 832, 64),
+        (AspectBuckets(area=128 * 128, step=8), 128, 8),
     ],
 )
 def test_buckets_fill_their_area_in_steps_and_include_the_square(buckets, square, step):

@@ -75,7 +75,9 @@ def test_transparency_follows_the_given_policy():
 def test_pixel_art_is_scaled_without_smoothing():
     art = Image.fromarray(np.kron(np.eye(8, dtype=np.uint8) * 255, np.ones((2, 2), np.uint8)))
     crisp = prepared(
-        art, buckets=AspectBuckets.pixel_art(), preparation=Preparation(resampling="nearest")
+        art,
+        buckets=AspectBuckets(area=128 * 128, step=8),
+        preparation=Preparation(resampling="nearest"),
     )[0]["images"]
     assert crisp.shape == (3, 128, 128)
     assert set(crisp.unique().tolist()) == {-1.0, 1.0}

@@ -40,7 +40,7 @@ def test_a_folder_trains_on_two_ranks_and_resumes_on_one(folder, tmp_path):
 
 
 def test_a_stream_without_buckets_refuses_buckets(folder):
-    images = PreparedImages(ImageFolder(folder), buckets=AspectBuckets.pixel_art())
+    images = PreparedImages(ImageFolder(folder), buckets=AspectBuckets(area=128 * 128, step=8))
     with pytest.raises(DataError, match="pass the dataset to BucketStream"):
         DataStream(images, micro_batch_size=1)
 

@@ -124,24 +124,6 @@ class AspectBuckets:
                 self.area,
             )
 
-    @classmethod
-    def one_megapixel(cls) -> AspectBuckets:
-        """Return SDXL's training sizes: at most 1024² pixels, sides divisible by 64."""
-        return cls()
-
-    @classmethod
-    def three_quarter_megapixel(cls) -> AspectBuckets:
-        """Return sizes of at most 75% of SDXL's area (about 886² pixels), sides divisible by 64."""
-        return cls(area=1024 * 768)
-
-    @classmethod
-    def pixel_art(cls) -> AspectBuckets:
-        """Return sizes for pixel art: at most 128² pixels, sides divisible by 8.
-
-        Pixel art also needs ``Preparation(resampling="nearest")``.
-        """
-        return cls(area=128 * 128, step=8)
-
     @cached_property
     def sizes(self) -> tuple[Bucket, ...]:
         """All buckets, sorted by width."""
