@@ -13,12 +13,21 @@ from tests.support.ranks import ranks
 from tests.support.runs import PLAIN, Case, start
 from zerotune.backend.low_bit import decode, encode
 from zerotune.backend.master_weights import OptimizerStates
-from zerotune.backend.optimizers.classes import codebook
 from zerotune.checkpoint import load_checkpoint, save_checkpoint
 from zerotune.errors import CheckpointError
 
 BLOCK = 256
 LACKS = "a large wheel for an optional package; the stand-in has the same states"
+
+
+def dynamic_tree(*, signed: bool) -> torch.Tensor:
+    """Return the values of the 256 codes of bitsandbytes (https://arxiv.org/abs/1511.04561)."""
+    values = [0.0, 1.0]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1)
+        above = (10.0 ** (decade - 6) * (edges[:-1] + edges[1:]) / 2).tolist()
+        values += [*above, *(-value for value in above)] if signed else above
+    return torch.tensor(sorted(values))
 
 
 class AdamW8bit(torch.optim.Optimizer):
@@ -36,9 +45,10 @@ class AdamW8bit(torch.optim.Optimizer):
             if parameter.numel() < 4096:
                 state[f"state{suffix}"] = torch.zeros_like(parameter.data)
                 continue
-            book = codebook(signed=signed)
-            state[f"state{suffix}"] = torch.full_like(parameter.data, book.zero, dtype=torch.uint8)
-            state[f"qmap{suffix}"] = book.values.clone()
+            book = dynamic_tree(signed=signed)
+            zero = int((book == 0).nonzero()[0])
+            state[f"state{suffix}"] = torch.full_like(parameter.data, zero, dtype=torch.uint8)
+            state[f"qmap{suffix}"] = book
             state[f"absmax{suffix}"] = torch.zeros(-(-parameter.numel() // BLOCK))
 
     @torch.no_grad()

@@ -96,11 +96,18 @@ def test_formats_of_states_survive_a_round_trip():
 
 @pytest.mark.parametrize(
     "form",
-    [{"dtype": "int64"}, {"dtype": "uint8"}, {"codebook": "secret"}, {"block": 0}, {"block": 256}],
+    [{"dtype": "int64"}, {"dtype": "uint8"}, {"codebook": "e5m3"}, {"block": 0}, {"block": 256}],
     ids=str,
 )
 def test_an_unknown_format_of_a_state_is_refused(form):
     with pytest.raises(CheckpointCorruptError, match="formats"):
+        Manifest.from_json(resigned(lambda content: coded(content, exp_avg=form)))
+
+
+@pytest.mark.parametrize("codebook", ["dynamic tree", "secret"])
+def test_codes_of_another_codebook_are_refused_instead_of_misread(codebook):
+    form = {"dtype": "uint8", "codebook": codebook}
+    with pytest.raises(CheckpointError, match=f"{codebook}.*it reads e4m3 and e5m3"):
         Manifest.from_json(resigned(lambda content: coded(content, exp_avg=form)))
 
 

@@ -17,7 +17,7 @@ from zerotune._util.files import reading_regular
 from zerotune._util.text import json_of
 from zerotune.backend.engine import EngineState
 from zerotune.backend.master_weights import StateFormat
-from zerotune.backend.optimizers.classes import AdamW8BitStates
+from zerotune.backend.optimizers.classes import CODEBOOKS, AdamW8BitStates
 from zerotune.errors import CheckpointCorruptError, CheckpointError, shorten
 
 MANIFEST: Final = "manifest.json"
@@ -176,7 +176,8 @@ class Manifest:
 
         Raises:
             CheckpointCorruptError: The text is not a manifest, or was changed.
-            CheckpointError: A newer zerotune wrote the manifest.
+            CheckpointError: A newer zerotune wrote the manifest, or the states are codes that this
+                version does not read.
         """
         try:
             content = json_of(text, parse_constant=_no_number)
@@ -199,6 +200,7 @@ class Manifest:
                 )
             del content["format"], content["version"]
             manifest: Manifest = _field_value(Manifest, content, "the manifest")
+            manifest._require_known_codes(source)
             manifest._check()
         except (ValueError, RecursionError) as error:
             raise _damaged_manifest(source, f"is not a valid manifest: {error}") from None
@@ -210,7 +212,8 @@ class Manifest:
 
         Raises:
             CheckpointCorruptError: The manifest is missing, unreadable or changed.
-            CheckpointError: A newer zerotune wrote the manifest.
+            CheckpointError: A newer zerotune wrote the manifest, or the states are codes that this
+                version does not read.
         """
         path = folder / MANIFEST
         try:
@@ -233,6 +236,17 @@ class Manifest:
                 raise ValueError(f"plan.{what} lacks its name or its params")
         self._check_formats()
         self._check_state()
+
+    def _require_known_codes(self, source: str) -> None:
+        unknown = {form.codebook for form in self.formats.values()} - {"", *CODEBOOKS}
+        if unknown:
+            raise CheckpointError(
+                f"has 8-bit moments in codes that this version does not read; it reads "
+                f"{' and '.join(CODEBOOKS)}",
+                "load it with the zerotune version that wrote it, and save it with optimizer AdamW",
+                f"{source}: formats.codebook",
+                ", ".join(sorted(unknown)),
+            )
 
     def _check_formats(self) -> None:
         plain = (*_PLAIN, StateFormat(whole=True))

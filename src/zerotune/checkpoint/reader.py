@@ -11,7 +11,7 @@ import torch
 from typing_extensions import override
 
 from zerotune._util.closing import Closable
-from zerotune.backend.optimizers.classes import BLOCK, CODEBOOKS, codebook, scale_of
+from zerotune.backend.optimizers.classes import BLOCK, CODEBOOKS, decode, scale_of
 from zerotune.checkpoint.contents import BUFFER, shadow_key
 from zerotune.checkpoint.generators import GENERATOR, GENERATOR_TEXT
 from zerotune.checkpoint.manifest import Manifest, ParameterRecord
@@ -57,7 +57,7 @@ class CheckpointReader(Closable):
         if not form.codebook or into.dtype == torch.uint8:
             reader.fill(into, address.name, address.start // form.block)
             return
-        book = codebook(signed=CODEBOOKS[form.codebook])
+        signed = CODEBOOKS[form.codebook]
         scaling = self.of(state_subject(scale_of(state)))
         for start in range(address.start // BLOCK * BLOCK, address.stop, _DECODED_AT_ONCE):
             stop = min(start + _DECODED_AT_ONCE, address.stop)
@@ -65,7 +65,7 @@ class CheckpointReader(Closable):
             scales = torch.empty(-(-codes.numel() // BLOCK))
             reader.fill(codes, address.name, start)
             scaling.fill(scales, address.name, start // BLOCK)
-            numbers = book.decode(codes, scales)[max(0, address.start - start) :]
+            numbers = decode(codes, scales, signed=signed)[max(0, address.start - start) :]
             into[stop - address.start - len(numbers) : stop - address.start].copy_(numbers)
 
     def buffers(self, rank: int) -> dict[str, torch.Tensor]:

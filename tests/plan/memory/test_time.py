@@ -149,26 +149,20 @@ def test_the_step_time_equals_a_hand_calculation_of_its_lanes(parts, micro_batch
         assert attrs.evolve(time, schedule=schedule).expected == pytest.approx(seconds)
 
 
-def test_eight_bit_moments_are_bound_by_their_arithmetic_and_not_by_their_bytes():
+def test_moments_with_fewer_bits_are_bound_by_their_bytes():
     facts, seconds = as_facts("flux"), {}
-    for optimizer, cores in (
-        ("AdamWBF16States", 2),
-        ("AdamW8BitStates", 2),
-        ("AdamW8BitStates", 64),
-    ):
-        machine = attrs.evolve(CUDA, usable_cores=cores)
+    for optimizer in ("AdamWBF16States", "AdamW8BitStates"):
         plan = DeepSpeedPlan.build(
             stage=2, offload="cpu", precision="bf16", gradient_clipping=0.0,
             optimizer={"type": optimizer, "params": {}},
         )  # fmt: skip
-        resolved = plan.resolve(platform=machine, model=facts, streamed=True)
+        resolved = plan.resolve(platform=CUDA, model=facts, streamed=True)
         work = Workload(height=1024, width=1024)
         time = resolved.estimate(work).step_time(slow(host_step=1e10))
-        seconds[optimizer, cores] = time.phases["optimizer"]
+        seconds[optimizer] = time.phases["optimizer"]
     count = facts.trainable_numel
-    assert seconds["AdamW8BitStates", 2] == pytest.approx(75 * count / 1e10, rel=1e-3)
-    assert seconds["AdamW8BitStates", 64] == pytest.approx(18.06 * count / 1e10, rel=1e-2)
-    assert seconds["AdamWBF16States", 2] == pytest.approx(22 * count / 1e10, rel=1e-3)
+    assert seconds["AdamW8BitStates"] == pytest.approx(18.06 * count / 1e10, rel=1e-2)
+    assert seconds["AdamWBF16States"] == pytest.approx(22 * count / 1e10, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -608,68 +608,42 @@ def rounded_by(exact: torch.Tensor, add: Callable[[torch.Tensor], Any]) -> torch
 
 BLOCK: Final = 256
 """Number of codes that share a scale."""
-_BITS: Final = 8
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class Codebook:
-    """Values of the one-byte codes, as fractions of the largest magnitude in a block."""
-
-    values: torch.Tensor
-    """fp32, 256 in ascending order."""
-    middles: torch.Tensor
-    """fp32, 256 elements: midpoint between each value and the next; infinity for the last value."""
-    lowest: torch.Tensor
-    """uint8, 65,536 elements: the lowest code of all fp32 numbers whose upper 16 bits equal the
-    index."""
-
-    @property
-    def zero(self) -> int:
-        """The code of 0."""
-        return int((self.values == 0).nonzero()[0])
-
-    def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Return the fp32 numbers that codes represent.
-
-        Args:
-            codes: Codes, uint8, 1-D.
-            scales: One fp32 scale per block of 256 codes.
-        """
-        values = torch.index_select(self.values, 0, codes.int())
-        return values.mul_(scales.repeat_interleave(BLOCK)[: codes.numel()])
+CODEBOOKS: Final[Mapping[str, bool]] = {"e4m3": True, "e5m3": False}
+"""Names of the codebooks in checkpoints, and whether a codebook is signed."""
+_MOMENTS: Final[Mapping[str, bool]] = {"exp_avg": True, "exp_avg_sq": False}
+"""Names of the moments, and whether a moment can be negative."""
 
 
 @cache
-def codebook(*, signed: bool) -> Codebook:
-    """Return Dettmers' dynamic tree (https://arxiv.org/abs/1511.04561) as bitsandbytes defines it.
+def codebook(*, signed: bool) -> torch.Tensor:
+    """Return the values of the 256 codes, as fractions of the largest magnitude in a block.
 
-    The values cover seven decades. Each decade is divided into equal steps, twice as many as in the
-    decade below.
+    A code is a floating-point number with 3 bits of mantissa: with a sign and 4 bits of exponent
+    from ``2 ** -15``, or without a sign and with 5 bits of exponent from ``2 ** -31``. The lowest
+    signed code is 0; no unsigned code is, so that no denominator is 0 where a first moment is not.
 
     Args:
         signed: Whether the codebook contains negative values.
     """
-    values = [0.0, 1.0]
-    decades = _BITS - 1
-    for decade in range(decades):
-        edges = torch.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1, dtype=torch.float32)
-        middles = (edges[:-1] + edges[1:]) / 2.0
-        above = (10 ** (decade + 1 - decades) * middles).tolist()
-        values += [*above, *(-value for value in above)] if signed else above
-    ordered = torch.tensor(sorted(values), dtype=torch.float32)
-    between = (ordered[:-1] + ordered[1:]) / 2
-    upper = torch.arange(2**16, dtype=torch.int32) << 16
-    # The smallest number with each upper half: nearest to zero if positive, furthest if negative.
-    ends = torch.where(upper < 0, upper | 0xFFFF, upper).view(torch.float32)
-    lowest = torch.bucketize(ends.nan_to_num(nan=0.0), between).to(torch.uint8)
-    infinite = torch.tensor([math.inf])
-    return Codebook(values=ordered, middles=torch.cat([between, infinite]), lowest=lowest)
+    codes = torch.arange(256)
+    magnitudes = codes % 128 if signed else codes
+    exponents = magnitudes // 8 - (15 if signed else 31)
+    values = torch.ldexp(1 + magnitudes % 8 / 8, exponents)
+    if not signed:
+        return values
+    return torch.where(magnitudes > 0, values, 0.0) * torch.where(codes < 128, 1.0, -1.0)
 
 
-CODEBOOKS: Final[Mapping[str, bool]] = {"dynamic tree": True, "unsigned dynamic tree": False}
-"""Names of the codebooks in checkpoints, and whether a codebook is signed."""
-_MOMENTS: Final[Mapping[str, bool]] = {"exp_avg": True, "exp_avg_sq": False}
-"""Names of the moments, and whether a moment can be negative."""
+def decode(codes: torch.Tensor, scales: torch.Tensor, *, signed: bool) -> torch.Tensor:
+    """Return the fp32 numbers that codes represent.
+
+    Args:
+        codes: Codes, uint8, 1-D.
+        scales: One fp32 scale per block of 256 codes.
+        signed: Whether the codes can be negative.
+    """
+    values = torch.index_select(codebook(signed=signed), 0, codes.int())
+    return values.mul_(scales.repeat_interleave(BLOCK)[: codes.numel()])
 
 
 def scale_of(moment: str) -> str:
@@ -680,9 +654,10 @@ def scale_of(moment: str) -> str:
 class AdamW8BitStates(AdamWStates):
     """AdamW with one-byte moments; weights must be contiguous.
 
-    The states use 2.03 bytes per weight instead of 8: one dynamic-tree code per moment, and one
-    fp32 scale per block of 256 codes (https://arxiv.org/abs/2110.02861). As in bitsandbytes'
-    AdamW8bit, a step decodes the moments, updates them in fp32 and encodes them again.
+    The states use 2.03 bytes per weight instead of 8: one code per moment (``codebook``), and one
+    fp32 scale per block of 256 codes. As in bitsandbytes' AdamW8bit
+    (https://arxiv.org/abs/2110.02861), a step decodes the moments, updates them in fp32 and encodes
+    them again; floating-point codes are found without look-ups.
 
     The class has no ``step``: the streaming engine runs the update as one fused C++ kernel
     (``Host8BitAdam``). Without streaming, use bitsandbytes instead.
@@ -705,8 +680,7 @@ class AdamW8BitStates(AdamWStates):
                 place.
             numel: Number of elements of the tensor.
         """
-        for name, signed in _MOMENTS.items():
+        for name in _MOMENTS:
             if name not in state:
-                zero = codebook(signed=signed).zero
-                state[name] = torch.full((numel,), zero, dtype=torch.uint8)
+                state[name] = torch.zeros(numel, dtype=torch.uint8)
                 state[scale_of(name)] = torch.zeros(-(-numel // BLOCK))

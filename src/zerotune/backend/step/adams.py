@@ -25,7 +25,6 @@ from typing_extensions import override
 from zerotune.backend.optimizers.classes import (
     AdamW8BitStates,
     AdamWBF16States,
-    codebook,
     noise_bits,
     noise_key,
     rounded_by,
@@ -562,20 +561,18 @@ class Host8BitAdam(Stepper):
 
     @override
     def _update(self, begun: _Begun) -> tuple[Vectors, Tail]:
-        numbers = _torch_numbers(begun)
+        numbers, key = _torch_numbers(begun), noise_key(begun.taken, begun.index)
 
         def vectors(pieces: Sequence[Piece]) -> None:
             moments = {name: _coded(begun.state, name) for name in _ADAM_MOMENTS}
-            self._op.step(numbers, pieces, **{**begun.flat, **moments})
+            self._op.step(numbers, pieces, noise=key, **{**begun.flat, **moments})
 
         return vectors, lambda _part, _weight: None
 
 
 def _coded(state: Mapping[str, Any], name: str) -> CodedMoment:
     """A moment's codes and scales."""
-    return CodedMoment(
-        codes=state[name], scales=state[scale_of(name)], book=codebook(signed=name == "exp_avg")
-    )
+    return CodedMoment(codes=state[name], scales=state[scale_of(name)], signed=name == "exp_avg")
 
 
 class HostTorchAdam(Stepper):

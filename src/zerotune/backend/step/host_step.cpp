@@ -8,7 +8,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <initializer_list>
 
 namespace {
 
@@ -25,6 +24,8 @@ enum Kind : int32_t { NONE = 0, FP32 = 1, BF16 = 2, FP16 = 3 };
 
 // Codes of one byte that share a scale.
 constexpr int64_t CODED = 256;
+// Smallest scale whose inverse is finite; numbers of a block below it become zero.
+constexpr float SMALLEST_SCALE = 0x1p-126f;
 
 inline float from_bf16(uint16_t x)
 {
@@ -128,13 +129,6 @@ struct Taken {
     double squares;
 };
 
-// What codes of one byte stand for.
-struct Codes {
-    const float* values;    // of all 256 codes, in order
-    const float* middles;   // between each and the next; infinite behind the last
-    const uint8_t* lowest;  // by a number's upper half: the lowest code of the numbers that have it
-};
-
 // How the weights and moments of a slab are kept in memory.
 struct Kept {
     float* weight;      // null where it is split into …
@@ -150,10 +144,8 @@ struct Kept {
 struct Coded {
     uint8_t* first;
     float* first_scale;
-    Codes first_codes;
     uint8_t* second;
     float* second_scale;
-    Codes second_codes;
 };
 
 }  // extern "C"
@@ -353,97 +345,89 @@ void update_as(int64_t n, WEIGHTS w, MOMENTS m, const void* g, const TorchAdam& 
     else update_near<KIND, true>(n, w, m, g, a);
 }
 
-// AdamW where nothing is contracted, so that any chain of single operations has the same bits.
+// AdamW where nothing is contracted, so that any chain of single operations has the same bits. The
+// largest of each moment becomes its scale.
 template <int KIND, typename WEIGHTS>
-void update_plainly(int64_t n, WEIGHTS weights, WideMoments moments, const void* gradients,
-                    const TorchAdam a)
+void update_plainly(int64_t n, WEIGHTS weights, float* __restrict m, float* __restrict v,
+                    const void* gradients, const TorchAdam a, float& first_scale,
+                    float& second_scale)
 {
     const auto* __restrict g = static_cast<const typename Number<KIND>::type*>(gradients);
     const float beta1 = 1.0f - a.first;
-#pragma omp simd
+    const float inverse_root = 1.0f / a.root;
+    float first_largest = 0.0f;
+    float second_largest = 0.0f;
+#pragma omp simd reduction(max : first_largest, second_largest)
     for (int64_t i = 0; i < n; i++) {
         const float grad = Number<KIND>::get(g[i]) * a.factor;
-        const float first = moments.first(i) * beta1 + grad * a.first;
-        const float second = moments.second(i) * a.beta2 + grad * grad * a.second;
-        const float below = __builtin_sqrtf(second) / a.root + a.eps;
+        const float first = m[i] * beta1 + grad * a.first;
+        const float second = v[i] * a.beta2 + grad * grad * a.second;
+        const float below = __builtin_sqrtf(second) * inverse_root + a.eps;
         weights.put(i, weights.get(i) * a.decay + a.step_size * first / below);
-        moments.put(i, first, second);
+        m[i] = first;
+        v[i] = second;
+        first_largest = std::fabs(first) > first_largest ? std::fabs(first) : first_largest;
+        second_largest = second > second_largest ? second : second_largest;
     }
+    first_scale = first_largest;
+    second_scale = second_largest;
 }
 
-void decode(int64_t n, const uint8_t* __restrict codes, float scale, const Codes& by,
-            float* __restrict x)
-{
-    const float* __restrict values = by.values;
-#pragma omp simd
-    for (int64_t i = 0; i < n; i++) x[i] = values[codes[i]] * scale;
-}
+// A code has a sign, 4 bits of exponent and 3 of mantissa, or without a sign 5 and 3. It is the upper
+// part of an fp32 number from 2^-15 (without a sign 2^-31) to 1, times the scale. With a sign, the
+// lowest code is 0. Without, no code is: no denominator is 0 where a first moment is not.
+template <bool SIGNED>
+constexpr int32_t LOWEST = (127 - (SIGNED ? 15 : 31)) << 23;
+constexpr int32_t LEFT_OUT = 20;
 
-// The codes nearest to the numbers of a block with this scale.
-void nearest(int64_t n, const float* __restrict x, float scale, const Codes& by,
-             uint8_t* __restrict codes)
+template <bool SIGNED>
+void decode(int64_t n, const uint8_t* __restrict codes, float scale, float* __restrict x)
 {
-    const float* __restrict middles = by.middles;
-    const uint8_t* __restrict lowest = by.lowest;
-    // In turns, so that all but the two look-ups are vectors.
-    float shares[CODED], ends[CODED];
-    int32_t low[CODED];
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) {
-        shares[i] = x[i] / scale;
-        uint32_t bits;
-        std::memcpy(&bits, &shares[i], sizeof(bits));
-        low[i] = static_cast<int32_t>(bits >> 16);
+        const int32_t code = codes[i];
+        const int32_t magnitude = SIGNED ? code & 127 : code;
+        int32_t bits = (magnitude << LEFT_OUT) + LOWEST<SIGNED>;
+        if (SIGNED) bits = (magnitude != 0 ? bits : 0) | static_cast<int32_t>((code & 128u) << 24);
+        float share;
+        std::memcpy(&share, &bits, sizeof(share));
+        x[i] = share * scale;
     }
-    for (int64_t i = 0; i < n; i++) low[i] = lowest[low[i]];
-    for (int64_t i = 0; i < n; i++) ends[i] = middles[low[i]];
+}
+
+// What is added to a number before its lower bits are left out: to the nearest code …
+struct Half {
+    int32_t get(int64_t) const { return 1 << (LEFT_OUT - 1); }
+};
+
+// … or up or down by chance, alike in all blocks of a step: an element's errors cancel over the steps.
+struct Chances {
+    explicit Chances(uint32_t key)
+    {
+        // The largest number of a block, which is its scale but for the last bit, keeps its code.
+        for (uint32_t i = 0; i < CODED; i++)
+            bits[i] = static_cast<int32_t>(drawn(key, i) >> 16 << (LEFT_OUT - 16)) + 8;
+    }
+    int32_t get(int64_t i) const { return bits[i]; }
+    int32_t bits[CODED];
+};
+
+// The codes of the numbers of a block with this scale.
+template <bool SIGNED, typename ADDED>
+void encode(int64_t n, const float* __restrict x, float scale, const ADDED& added,
+            uint8_t* __restrict codes)
+{
+    const float inverse = scale < SMALLEST_SCALE ? 0.0f : 1.0f / scale;
 #pragma omp simd
-    for (int64_t i = 0; i < n; i++)
-        codes[i] = static_cast<uint8_t>(low[i] + (shares[i] > ends[i] ? 1 : 0));
-}
-
-// The nearest codes; the largest number, which is the block's scale.
-float encode(int64_t n, const float* __restrict x, const Codes& by, uint8_t* __restrict codes)
-{
-    float largest = 0.0f;
-#pragma omp simd reduction(max : largest)
-    for (int64_t i = 0; i < n; i++) largest = std::fabs(x[i]) > largest ? std::fabs(x[i]) : largest;
-    nearest(n, x, largest > 0.0f ? largest : 1.0f, by, codes);
-    return largest;
-}
-
-bool stand_for(int64_t n, const uint8_t* codes, float scale, const Codes& by,
-               const float* __restrict x)
-{
-    float decoded[CODED];
-    int32_t differ = 0;
-    decode(n, codes, scale, by, decoded);
-#pragma omp simd reduction(| : differ)
-    for (int64_t i = 0; i < n; i++) differ |= decoded[i] != x[i] ? 1 : 0;
-    return differ == 0;
-}
-
-// As encode, but numbers that were decoded stay what they are: where the largest of them is
-// negative, the lowest code stands for it, and this code's value is a little less than the scale.
-float encode_again(int64_t n, const float* x, const Codes& by, uint8_t* codes)
-{
-    const float largest = encode(n, x, by, codes);
-    const float end = -by.values[0];
-    if (!(end > 0.0f) || stand_for(n, codes, largest, by, x)) return largest;
-    uint8_t others[CODED];
-    // The division and the product before it have rounded.
-    for (const int32_t off : {0, 1, -1, 2, -2}) {
-        float scale = largest / end;
-        uint32_t bits;
-        std::memcpy(&bits, &scale, sizeof(bits));
-        bits += static_cast<uint32_t>(off);
-        std::memcpy(&scale, &bits, sizeof(scale));
-        nearest(n, x, scale, by, others);
-        if (!stand_for(n, others, scale, by, x)) continue;
-        std::memcpy(codes, others, n);
-        return scale;
+    for (int64_t i = 0; i < n; i++) {
+        const float share = x[i] * inverse;
+        int32_t bits;
+        std::memcpy(&bits, &share, sizeof(bits));
+        const int32_t above = (SIGNED ? bits & 0x7fffffff : bits) - LOWEST<SIGNED>;
+        const int32_t code = (above + added.get(i)) >> LEFT_OUT;
+        const int32_t sign = SIGNED ? (bits >> 24) & 128 : 0;
+        codes[i] = static_cast<uint8_t>(code > 0 ? code | sign : 0);
     }
-    return largest;
 }
 
 template <int KIND>
@@ -594,37 +578,47 @@ void zerotune_adam_coded(int64_t pieces, const Piece* piece, const Kept* kept, c
                          const EMA* into, void* out, int32_t out_kind, int32_t threads,
                          const Coded* coded)
 {
-    const auto each = [=](int64_t start, int64_t size, int64_t, auto weights) {
+    // To the nearest, second moments would keep the codes of their first steps, since one step changes
+    // them by a thousandth, and codes lie an eighth apart.
+    const Chances chances(kept->noise);
+    const auto each = [=, &chances](int64_t start, int64_t size, int64_t, auto weights) {
         const char* gradients = at(g, start, gradient_kind);
         float m[CODED], v[CODED];
         float& first_scale = coded->first_scale[start / CODED];
         float& second_scale = coded->second_scale[start / CODED];
-        decode(size, coded->first + start, first_scale, coded->first_codes, m);
-        decode(size, coded->second + start, second_scale, coded->second_codes, v);
+        decode<true>(size, coded->first + start, first_scale, m);
+        decode<false>(size, coded->second + start, second_scale, v);
 #define UPDATE_PLAINLY(KIND)                                                                       \
-    update_plainly<KIND>(size, weights, WideMoments{m, v}, gradients, *adam)
+    update_plainly<KIND>(size, weights, m, v, gradients, *adam, first_scale, second_scale)
         FOR_KIND(gradient_kind, UPDATE_PLAINLY)
-        first_scale = encode(size, m, coded->first_codes, coded->first + start);
-        second_scale = encode(size, v, coded->second_codes, coded->second + start);
+        encode<true>(size, m, first_scale, Half{}, coded->first + start);
+        encode<false>(size, v, second_scale, chances, coded->second + start);
     };
     step<CODED>(pieces, piece, *kept, emas, into, out, out_kind, threads, each);
 }
 
 // The numbers that codes of one byte stand for.
-void zerotune_decode(int64_t n, const uint8_t* codes, const float* scales, const Codes* by,
+void zerotune_decode(int64_t n, const uint8_t* codes, const float* scales, int32_t is_signed,
                      float* numbers, int32_t threads)
 {
     in_blocks<CODED>(n, threads, [=](int64_t start, int64_t size) {
-        decode(size, codes + start, scales[start / CODED], *by, numbers + start);
+        const float scale = scales[start / CODED];
+        if (is_signed) decode<true>(size, codes + start, scale, numbers + start);
+        else decode<false>(size, codes + start, scale, numbers + start);
     });
 }
 
 // Codes and scales of n numbers; what was decoded stays what it is.
-void zerotune_encode(int64_t n, uint8_t* codes, float* scales, const Codes* by,
+void zerotune_encode(int64_t n, uint8_t* codes, float* scales, int32_t is_signed,
                      const float* numbers, int32_t threads)
 {
     in_blocks<CODED>(n, threads, [=](int64_t start, int64_t size) {
-        scales[start / CODED] = encode_again(size, numbers + start, *by, codes + start);
+        float largest = 0.0f;
+        for (int64_t i = start; i < start + size; i++)
+            largest = std::fabs(numbers[i]) > largest ? std::fabs(numbers[i]) : largest;
+        scales[start / CODED] = largest;
+        if (is_signed) encode<true>(size, numbers + start, largest, Half{}, codes + start);
+        else encode<false>(size, numbers + start, largest, Half{}, codes + start);
     });
 }
 

@@ -27,7 +27,6 @@ from zerotune.backend.master_weights import EMAUpdate
 from zerotune.backend.op_builds import BuildLock, build_folder, building, built_library
 from zerotune.backend.op_causes import naming_the_cause
 from zerotune.backend.ops import OpState, OpStatus, missing_compiler, missing_ninja
-from zerotune.backend.optimizers.classes import Codebook
 from zerotune.platform.toolchain import Toolchain, detect_compilers
 
 NAME: Final = "host_step"
@@ -173,18 +172,10 @@ class _Taken(ctypes.Structure):
     ]  # fmt: skip
 
 
-class _Codes(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ("values", "middles", "lowest")]
-
-
 class _Coded(ctypes.Structure):
     _fields_ = [
-        (f"{moment}{part}", kind)
-        for moment in ("first", "second")
-        for part, kind in (
-            ("", ctypes.c_void_p), ("_scale", ctypes.c_void_p), ("_codes", _Codes),
-        )
-    ]  # fmt: skip
+        (name, ctypes.c_void_p) for name in ("first", "first_scale", "second", "second_scale")
+    ]
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -195,7 +186,13 @@ class CodedMoment:
     """Codes, uint8; the first code is at the start of a block."""
     scales: torch.Tensor
     """Scale of each block, fp32."""
-    book: Codebook
+    signed: bool
+    """Whether the moment can be negative."""
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Addresses of the codes and the scales."""
+        return self.codes.data_ptr(), self.scales.data_ptr()
 
 
 class _EMA(ctypes.Structure):
@@ -276,7 +273,7 @@ class HostStepOp:
         moments: list[Any] = [exp_avg, exp_avg_sq]
         if isinstance(exp_avg, CodedMoment):
             name = "zerotune_adam_coded"
-            coded = (ctypes.byref(_Coded(*(part for each in moments for part in _parts(each)))),)
+            coded = (ctypes.byref(_Coded(*(at for each in moments for at in each.addresses))),)
             moments = [None, None]
         kept = _Kept(
             *(None if t is None else t.data_ptr() for t in (weight, high, low, *moments)),
@@ -328,7 +325,7 @@ class HostStepOp:
         return [each.squares for each in taken]
 
     def decode(self, moment: CodedMoment) -> torch.Tensor:
-        """Return the fp32 numbers that codes represent, equal to ``Codebook.decode``.
+        """Return the fp32 numbers that codes represent, equal to ``classes.decode``.
 
         Args:
             moment: Codes and scales.
@@ -338,10 +335,7 @@ class HostStepOp:
         return numbers
 
     def encode(self, numbers: torch.Tensor, *, into: CodedMoment) -> None:
-        """Encode like ``Codebook.encode``, but keep numbers returned by ``decode`` bit for bit.
-
-        ``Codebook.encode`` alone may change such numbers: if the number with the largest magnitude
-        in a block is negative, its code represents a magnitude slightly below the block's scale.
+        """Encode numbers with the nearest codes; numbers returned by ``decode`` stay as they are.
 
         Args:
             numbers: Numbers to encode, fp32.
@@ -350,12 +344,10 @@ class HostStepOp:
         self._recode("zerotune_encode", into, numbers)
 
     def _recode(self, name: str, moment: CodedMoment, numbers: torch.Tensor) -> None:
-        codes, scales, book = _parts(moment)
         getattr(self._library, name)(
             ctypes.c_int64(numbers.numel()),
-            ctypes.c_void_p(codes),
-            ctypes.c_void_p(scales),
-            ctypes.byref(book),
+            *map(ctypes.c_void_p, moment.addresses),
+            ctypes.c_int32(moment.signed),
             _pointer(numbers),
             ctypes.c_int32(self.threads),
         )
@@ -386,13 +378,6 @@ class HostStepOp:
     ) -> tuple[Any, ...]:
         pointers = (_pointer(tensor) for tensor in (high, low, weights))
         return ctypes.c_int64(weights.numel()), *pointers, ctypes.c_int32(self.threads)
-
-
-def _parts(moment: CodedMoment) -> Iterator[Any]:
-    book = moment.book
-    yield moment.codes.data_ptr()
-    yield moment.scales.data_ptr()
-    yield _Codes(*(t.data_ptr() for t in (book.values, book.middles, book.lowest)))
 
 
 def _array(kind: Any, items: Sequence[tuple[Any, ...]]) -> Any:

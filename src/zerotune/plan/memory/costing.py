@@ -183,11 +183,6 @@ class Costing:
         return (sum(sums) + vectors) / max(1, self.trained)
 
     @property
-    def codes_moments(self) -> bool:
-        """Whether the optimizer stores moments as 8-bit codes, which take longer to update."""
-        return "streamed weights" in entry_of(self.resolved.optimizer.name).requires
-
-    @property
     def checks_gradients(self) -> bool:
         """Whether DeepSpeed checks gradients for overflow before a host optimizer uses them."""
         resolved = self.resolved

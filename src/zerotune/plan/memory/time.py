@@ -29,9 +29,9 @@ from zerotune.plan.work import ArithmeticFacts, PassWork
 # - transfers over the bus also use host memory, as the optimizer and EMAs do;
 # - with NVMe, states are read before and written after they are updated.
 
-Lane = Literal["device", "in", "out", "host", "cores", "calls", "disk"]
+Lane = Literal["device", "in", "out", "host", "calls", "disk"]
 """Resource that a part of a step uses: the device, one direction of the bus (to or from the
-device), host memory, the host's cores, operator launches, or the disk."""
+device), host memory, operator launches, or the disk."""
 
 
 StepPhase = Literal["forward", "backward", "optimizer", "weights", "ema"]
@@ -179,11 +179,9 @@ class StepTime:
         self, lanes: Mapping[StepPhase, Mapping[Lane, float]], after: Iterable[StepPhase]
     ) -> list[_Stretch]:
         """Return stretches with optimizer work in the backward and the next forward pass."""
-        works: tuple[Lane, ...] = ("host", "cores")
-        taken = {each: sum(lanes[phase].get(each, 0.0) for phase in after) for each in works}
-        slowest = max(works, key=lambda each: taken[each])
-        forward, needed = lanes["forward"], taken[slowest]
-        free = max(forward.values()) - forward.get(slowest, 0.0)
+        forward = lanes["forward"]
+        needed = sum(lanes[phase].get("host", 0.0) for phase in after)
+        free = max(forward.values()) - forward.get("host", 0.0)
         left = min(self.carried, free / needed) if needed else 0.0
         return [
             _Stretch(passes={"forward": 1.0}, beside=dict.fromkeys(after, left)),
@@ -397,11 +395,6 @@ _NEW_MEMORY: Final = 10
 written for the first time."""
 
 
-_CODED: Final = 75
-"""Bytes that an optimizer in host memory reads and writes while one core updates a weight with
-8-bit moments, including decoding and encoding."""
-
-
 def _sharing(case: Costing) -> int:
     return case.workload.ranks_per_machine or case.ranks
 
@@ -420,7 +413,7 @@ def _moved(case: Costing, estimate: Estimate, rates: Rates) -> Iterator[TimePart
     ranks = _sharing(case)
     for phase, lane, what, nbytes, rate in _amounts(case, estimate):
         # The ranks of a machine share its memory and its disk.
-        shared = ranks if lane in ("host", "cores", "disk") or what == _ANEW else 1
+        shared = ranks if lane in ("host", "disk") or what == _ANEW else 1
         seconds = shared * nbytes / getattr(rates, rate)
         yield TimePart(phase, lane, what, seconds, rate)
         if rate in _BUS:
@@ -448,7 +441,6 @@ def _amounts(case: Costing, estimate: Estimate) -> Iterator[_Moved]:
     yield "backward", "device", _ANEW, new[0], "host_memory"
     yield "optimizer", "host", _ANEW, new[1], "host_memory"
     yield "optimizer", "host", "the optimizer", traffic.optimizer + traffic.chain, "host_step"
-    yield "optimizer", "cores", "8-bit moments", _coded(case), "host_step"
     yield "optimizer", "device", "the optimizer", traffic.on_device, "device_memory_fp32"
     yield "optimizer", "disk", "swap files read", swap.read, "disk_read"
     yield "optimizer", "disk", "swap files written", swap.written, "disk_write"
@@ -458,14 +450,6 @@ def _amounts(case: Costing, estimate: Estimate) -> Iterator[_Moved]:
     yield "ema", "host", "the EMA", traffic.ema, "host_memory"
     yield "ema", "disk", "the EMA read", traffic.ema_on_disk, "disk_read"
     yield "ema", "disk", "the EMA written", traffic.ema_on_disk, "disk_write"
-
-
-def _coded(case: Costing) -> float:
-    """Return the bytes of an optimizer step that takes as long as updating 8-bit moments."""
-    # One core is left for other work.
-    cores = max(1, case.resolved.platform.usable_cores - 1)
-    stepped = case.streamed.trained_total / case.ranks
-    return _CODED * stepped / cores if case.codes_moments else 0.0
 
 
 def _waiting(case: Costing) -> float:
