@@ -60,6 +60,8 @@ class Kind:
     """Refuses a window in whose last micro batch alone a weight got no gradient."""
     is_attached: bool = False
     """A script initialised DeepSpeed's engine, and calls it."""
+    streams: bool = False
+    """Weights are in host memory between their uses, where other code may write them."""
     needs_own_forward: bool = False
     """Refuses losses that come from the module, but not from the engine."""
 
@@ -69,8 +71,8 @@ DEEPSPEED: Final = {"is_guarded": True, "takes_zeros": True}
 KINDS: Final = {
     "plain": Kind(offload="none", sums_in_place=True),
     "host": Kind(stage=2, options={"engine": "host"}),
-    "streamed": Kind(stage=2, options=STREAMING),
-    "eager": Kind(stage=2, options=STREAMING, clipping=0.0, is_eager=True),
+    "streamed": Kind(stage=2, options=STREAMING, streams=True),
+    "eager": Kind(stage=2, options=STREAMING, clipping=0.0, is_eager=True, streams=True),
     "z0": Kind(stage=0, offload="none", **DEEPSPEED, freezes=False, sums_in_place=True),
     "z1": Kind(
         stage=1, offload="none", **DEEPSPEED, freezes=False, sums_in_place=True, moves_sums=True
@@ -395,6 +397,43 @@ class Pair:
                 for p in self.torch.adam.param_groups[0]["params"]:
                     p.mul_(0.9)
 
+    def write_data(self) -> None:
+        """Write a weight past torch's counters, and put it back if that is refused."""
+        if self.torch.at not in ("idle", "backward") or self.kind.streams:
+            return
+        self.losses.clear()
+        weight = self.engine.module.out.weight
+        if self.kind.stage == 3:
+            self.do(False, lambda: weight.data.mul_(0.9), raises=EngineError)
+            self.do(False, lambda: setattr(weight, "data", torch.ones(2)), raises=EngineError)
+        elif not self.kind.stage:
+            for model in (self.engine.module, self.torch.model):
+                model.out.weight.data.mul_(0.9)
+        else:
+            before = weight.data
+            weight.data = before * 0.9
+            self.do(False, self.loss, raises=EngineError)
+            weight.data = before
+            weight.data.mul_(0.9)
+            if self.torch.is_last and self.torch.at == "backward":
+                self.do(False, self.loop.step, raises=EngineError)
+            weight.data.div_(0.9)
+            with torch.no_grad():
+                # Rounded twice.
+                weight.copy_(self.master_of("out.weight"))
+
+    def master_of(self, name: str) -> torch.Tensor:
+        return dict(self.engine.master_weights.gather())[name]
+
+    def replace_a_module(self) -> None:
+        if self.may_begin:
+            twin, self.engine.module.twin = self.engine.module.twin, torch.nn.Linear(16, 16)
+            self.do(False, self.loss, raises=EngineError)
+            if self.kind.stage == 3 and self.losses and self.torch.at == "idle":
+                loss = self.losses[-1][0]
+                self.do(False, lambda: self.loop.backward(loss), raises=EngineError)
+            self.engine.module.twin = twin
+
     def train_with_the_average(self) -> None:
         if self.torch.at == "idle":
             with self.ema.swapped_in():
@@ -429,7 +468,7 @@ CALLS: Final = (
     Pair.clear_gradients, Pair.scale_a_gradient, Pair.bad_loss, Pair.evaluate,
     Pair.failed_forward, Pair.failed_backward,
     Pair.interrupted_forward, Pair.interrupted_backward, Pair.write,
-    Pair.train_with_the_average,
+    Pair.train_with_the_average, Pair.write_data, Pair.replace_a_module,
 )  # fmt: skip
 
 

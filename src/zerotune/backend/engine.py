@@ -441,7 +441,7 @@ class StartedEngine(Engine):
                 trained, masters=self._without_grad, sums_in_place=self._sums_in_place
             )
         self.resources.callback(self._step_state.unwatch)
-        self.resources.callback(setattr, self._master_weights, "closed", True)
+        self.resources.callback(self._master_weights.close)
         # The weights have been copied to their final place; at stage 3, copies one by one, in
         # blocks that training would not reuse.
         return_freed_memory()

@@ -20,6 +20,7 @@ import attrs
 import torch
 from typing_extensions import override
 
+from zerotune.backend.data_access import DataAccess
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.errors import EngineError
 
@@ -632,6 +633,11 @@ class MasterLayout(ABC):
         """Yield names of weights, and whether they are as written, for some weights together."""
         return ()
 
+    @property
+    def watched(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Names and weights of the model that no other code may write."""
+        return self.weights
+
     def in_model(self, address: FragmentAddress) -> torch.Tensor | None:  # noqa: ARG002
         """Return a fragment's weights from the model, 1-D, in the model's compute dtype.
 
@@ -691,6 +697,9 @@ class MasterWeights:
         self._layout = layout
         self._versions: list[int] = []
         self._written_in_place()
+        self._doubtful = set[str]()
+        """Names of weights that other code may have written since they were last compared."""
+        self._access = DataAccess(layout.watched)
         self._group = group
         self._device = device
         self.emas: WeakSet[EMA] = WeakSet()
@@ -730,6 +739,11 @@ class MasterWeights:
         """Number of elements of this rank's fragments."""
         return sum(address.numel for address in self.addresses)
 
+    def close(self) -> None:
+        """Record that the engine is closed."""
+        self.closed = True
+        self._access.close()
+
     def settle(self) -> None:
         """Wait until a pending optimizer step has written every weight and state.
 
@@ -760,7 +774,7 @@ class MasterWeights:
     def check_model(self, sample: int) -> None:
         """Compare a sample of the model's weights with the master weights. Not collective.
 
-        Weights that were written in place since the last call are compared whole.
+        Weights that other code may have written since the last call are compared whole.
 
         A difference means that code outside the engine has replaced or changed the model's weights.
         The optimizer does not notice such a change.
@@ -774,24 +788,27 @@ class MasterWeights:
             return
         if (name := self._layout.written()) is not None:
             raise _written_elsewhere(name, "written in place since the last step")
+        self._doubtful |= self._written_in_place() | self._access.take_used()
         chance = random.Random(sample)  # noqa: S311 - a sample, and no secret
         addresses = self._layout.addresses
-        written = self._written_in_place()
-        chosen = [(each, slice(0, each.numel)) for each in addresses if each.name in written]
+        chosen = []
         for address in chance.sample(addresses, min(_COMPARED_PARAMETERS, len(addresses))):
             start = chance.randrange(max(1, address.numel - _COMPARED_ELEMENTS))
             chosen.append((address, slice(start, min(start + _COMPARED_ELEMENTS, address.numel))))
         known = list(self._layout.have_known_bits())
         same = self._compare(chosen, [is_same for _, is_same in known])
-        doubtful = {
-            each
-            for (names, _), is_same in zip(known, same, strict=True)
-            for each in (() if is_same else names)
-        }
-        if doubtful:
-            self._compare(
-                [(each, slice(0, each.numel)) for each in addresses if each.name in doubtful]
-            )
+        for (names, _), is_same in zip(known, same, strict=True):
+            self._doubtful.update(() if is_same else names)
+        for address in addresses if self._doubtful else ():
+            if address.name in self._doubtful:
+                # One after the other, since they may be large.
+                self._compare([(address, slice(0, address.numel))])
+        self._doubtful.clear()
+
+    def check_replaced(self) -> None:
+        """Raise an error if other code has replaced the data of a weight of the model."""
+        if (name := self._access.replaced()) is not None:
+            raise _written_elsewhere(name, "other data")
 
     def _compare(
         self,

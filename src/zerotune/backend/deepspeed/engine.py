@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -82,6 +83,12 @@ class ZeROEngine(Engine):
     _raw_backward: Callable[[torch.Tensor], object]
     _raw_step: Callable[[], object]
     _took_zeros = False
+    _strides: Mapping[int, tuple[int, ...]] = MappingProxyType({})
+    """Strides of each parameter when the engine started, by its id, at stage 0."""
+    _homes: frozenset[tuple[torch.nn.Module, int]] = frozenset()
+    """Modules, each with the id of a weight that DeepSpeed gathers for it, at stage 3."""
+    _housed: Sequence[torch.nn.Parameter] = ()
+    """The parameters when all were last found in modules that DeepSpeed gathers them for."""
 
     def _verify(self, *, builder: str) -> None:
         """Find DeepSpeed's master weights, attach the optimizer, and compare engine and plan.
@@ -92,6 +99,10 @@ class ZeROEngine(Engine):
         self._wrapper.note_edits()
         self._raw_backward, self._raw_step = self._engine.backward, self._engine.step
         self._master_weights = MasterWeights(layout=layout, group=self._group, device=self.device)
+        if self._plan.stage == 0:
+            self._strides = self._current_strides()
+        elif self._plan.stage == 3:
+            self._homes = frozenset((module, id(each)) for _, module, each in self._weights())
         if isinstance(inner, Muon):
             inner.attach(layout=layout, group=self._group, device=self.device)
         self._checks().raise_if_failed(engine=builder)
@@ -219,6 +230,51 @@ class ZeROEngine(Engine):
     def _needs_own_forward(self) -> bool:
         return self._plan.stage == 3
 
+    def _current_strides(self) -> dict[int, tuple[int, ...]]:
+        return {id(parameter): parameter.stride() for parameter in self._module.parameters()}
+
+    def _weights(self) -> Iterator[tuple[str, torch.nn.Module, torch.nn.Parameter]]:
+        """Dotted name, module and parameter of every weight, tied ones once for each module."""
+        for path, module in self._module.named_modules():
+            for name, parameter in module.named_parameters(path, recurse=False):
+                yield name, module, parameter
+
+    def _check_homes(self) -> None:
+        """At stage 3, check that DeepSpeed gathers every weight for the module that holds it."""
+        self._parts.refresh()
+        if self._plan.stage < 3 or self._housed is self._parts.parameters:
+            return
+        for name, module, parameter in self._weights():
+            if (module, id(parameter)) not in self._homes:
+                raise EngineError(
+                    "this parameter was added to its module after the engine started, and "
+                    "DeepSpeed gathers the weights of each module as it was then",
+                    "replace modules and tie weights before the engine starts; write new values "
+                    "through engine.master_weights.editing()",
+                    f"model.{name}",
+                )
+        self._housed = self._parts.parameters
+
+    @override
+    def _check_before_forward(self) -> None:
+        super()._check_before_forward()
+        self._check_layout()
+
+    @override
+    def _check_before_backward(self) -> None:
+        self._check_layout()
+
+    def _check_layout(self) -> None:
+        """Check that the model's weights are where DeepSpeed expects them."""
+        self._check_homes()
+        if self._plan.stage:
+            self._master_weights.check_replaced()
+        elif (now := self._current_strides()) != self._strides:
+            for name, parameter in self._module.named_parameters():
+                strides = now[id(parameter)]
+                if self._strides.get(id(parameter), strides) != strides:
+                    raise _strided(name, strides)
+
     @override
     def _after_failure(self) -> Stage:
         return Stage.LOST if self._plan.stage >= 2 else Stage.BROKEN
@@ -227,14 +283,7 @@ class ZeROEngine(Engine):
         """The error for weights whose memory order DeepSpeed does not support, if any."""
         for name, parameter in self._module.named_parameters():
             if parameter.requires_grad and not parameter.is_contiguous():
-                return EngineError(
-                    "the parameter's memory format changed after the engine started, and DeepSpeed "
-                    "does not support gradients in the new format",
-                    "set the memory format of model and inputs before the engine starts, or "
-                    "call model.to(memory_format=torch.contiguous_format)",
-                    f"model.{name}",
-                    f"strides {parameter.stride()}",
-                )
+                return _strided(name, parameter.stride())
         return None
 
     @override
@@ -288,7 +337,7 @@ class ZeROEngine(Engine):
     @override
     def _check_before_step(self, step: int) -> None:
         trained, moved = self._trained, set[str]()
-        self._parts.refresh()
+        self._check_layout()
         if not self._wrapper.leaves_frozen and any(
             not each.requires_grad and id(each) in trained for each in self._parts.parameters
         ):
@@ -361,6 +410,17 @@ class ZeROEngine(Engine):
         )
         running = None if engine.lr_scheduler is None else type(engine.lr_scheduler).__name__
         checks.equal("scheduler.type", scheduler_class(plan), running)
+
+
+def _strided(name: str, strides: tuple[int, ...]) -> EngineError:
+    return EngineError(
+        "the parameter's memory format changed after the engine started, and DeepSpeed "
+        "does not support gradients in the new format",
+        "set the memory format of model and inputs before the engine starts, or "
+        "call model.to(memory_format=torch.contiguous_format)",
+        f"model.{name}",
+        f"strides {strides}",
+    )
 
 
 class DeepSpeedEngine(StartedEngine, ZeROEngine):

@@ -493,7 +493,7 @@ class AttachedEngine(ZeROEngine):
         trained = [parameter for _, parameter in named]
         self._step_state.watch(trained, sums_in_place=self._sums_in_place)
         self.resources.callback(self._step_state.unwatch)
-        self.resources.callback(setattr, self._master_weights, "closed", True)
+        self.resources.callback(self._master_weights.close)
         self._follow_trainer()
         if plan.stage == 3:
             refuse_empty_tensors(engine)

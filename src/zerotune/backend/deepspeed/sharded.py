@@ -126,6 +126,11 @@ class ShardedLayout(MasterLayout):
     def _current_versions(self) -> list[int]:
         return [parameter._version for parameter in self._unwritten.values()]
 
+    @property
+    @override
+    def watched(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return self._unwritten.items()
+
     @override
     def written(self) -> str | None:
         # Between uses, a parameter is empty, so writing it in place changes nothing.
