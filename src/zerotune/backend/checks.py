@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -12,7 +13,12 @@ import torch
 
 from zerotune._util.text import counted
 from zerotune.decisions import Decision
-from zerotune.errors import EngineError, InvalidValueError, VerificationError
+from zerotune.errors import (
+    CollectiveError,
+    EngineError,
+    InvalidValueError,
+    VerificationError,
+)
 from zerotune.plan.facts import ModelFacts
 from zerotune.plan.optimizer.choices import OptimizerChoice, SchedulerChoice
 from zerotune.plan.optimizer.curves import betas_at, lr_at
@@ -130,6 +136,9 @@ def _check_wide(model: torch.nn.Module, plan: ResolvedPlan) -> None:
             f"model.{name}",
             parameter.dtype,
         )
+
+
+_ORDER: Final = "compare the order of the model's weights"
 
 
 # -- After the start: the running engine, compared with the plan.
@@ -389,30 +398,28 @@ def share_buffers(model: torch.nn.Module, group: ProcessGroup) -> tuple[Decision
     )
 
 
-def check_same_order(loss: torch.Tensor, model: torch.nn.Module, group: ProcessGroup) -> None:
+def check_same_order(used: Sequence[str], group: ProcessGroup) -> None:
     """Raise an error if ranks use weights in different orders. Collective.
 
-    At stage 2, DeepSpeed sums gradients over ranks in the order of their backward passes, so it
-    would add the gradients of different weights.
+    DeepSpeed sums gradients over the ranks, and gathers weights, in the order of their use. It
+    would mix different weights, or one rank would wait for ever.
 
     Args:
-        loss: This rank's loss, before its backward pass.
-        model: The model.
+        used: Names of what this rank uses next, before a collective.
         group: Process group of all ranks.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    seen, nodes, used = set(), [loss.grad_fn], []
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        name = names.get(id(getattr(node, "variable", None)))
-        used += [] if name is None else [name]
-        nodes += [before for before, _ in node.next_functions]
+    text = json.dumps(used)
+    digests = group.exchange(hashlib.sha256(text.encode()).hexdigest(), purpose=_ORDER)
+    if len(set(digests)) == 1:
+        return
+    lists = [json.loads(each) for each in group.exchange(text, purpose=_ORDER)]
+    longest = max(map(len, lists))
+    lists = [[*names, *["nothing more"] * (longest - len(names))] for names in lists]
+    first = next(place for place in zip(*lists, strict=True) if len(set(place)) > 1)
+    by_rank = ", ".join(f"rank {rank}: {name!r}" for rank, name in enumerate(first))
     fix = "call the same modules in the same order on every rank, with a factor of 0 if one has no "
     fix += "input on a rank"
-    group.agree(dict(enumerate(used)), "order of the model's weights in backward", fix=fix)
+    raise CollectiveError(f"the ranks disagree ({by_rank})", fix, "order of the model's weights")
 
 
 def _digest(tensor: torch.Tensor) -> bytes:

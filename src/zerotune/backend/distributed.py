@@ -141,6 +141,20 @@ class ProcessGroup:
             dist.all_gather_object(values, value, group=self._control)
         return values
 
+    def exchange(self, value: str, *, purpose: str) -> list[str]:
+        """Return the strings of all ranks, in rank order, without using a collective.
+
+        Collective, but a rank that waits here notices a rank that ends.
+
+        Args:
+            value: This rank's string.
+            purpose: Name of the operation, for the error message.
+        """
+        if self.world_size == 1:
+            return [value]
+        with self._meeting(purpose) as deadline:
+            return self._roll.exchange(value, deadline)
+
     def agree(self, value: Any, what: str, *, fix: str = "give every rank the same value") -> None:
         """Check that all ranks have the same value; otherwise raise an error with all values.
 

@@ -32,6 +32,10 @@ _SILENCE_S: Final = 5.0
 LOOK_S: Final = 0.5
 """Seconds between checks that the processes of missing ranks are still alive."""
 
+_PAUSE_S: Final = 1e-4
+_LONGEST_PAUSE_S: Final = 5e-3
+"""Shortest and longest pause between two looks into the store."""
+
 NO_START: Final = "all ranks arrived, but the process group could not start"
 
 _LONGEST_LINE: Final = 200
@@ -60,6 +64,7 @@ class RollCall:
         """Process of each rank."""
         self.holders: list[int] = [0] if before is None else before.holders
         """Ranks on whose process or launcher the store depends."""
+        self._exchanges = 0
         self.count = self.passes = 0
         """Numbers of collectives of this group, and of backward passes, so far."""
 
@@ -87,6 +92,28 @@ class RollCall:
         """Record a value in the store."""
         with contextlib.suppress(RuntimeError):
             self._store.set(f"{self._prefix}/{self._rank}{what}", value)
+
+    def exchange(self, value: str, deadline: float) -> list[str]:
+        """Return the strings that all ranks pass in this call, in rank order."""
+        self._exchanges += 1
+        number, looked, pause = f"{self._exchanges} ", time.monotonic(), _PAUSE_S
+        # A rank is at most one exchange ahead of another.
+        what = f"/exchange/{self._exchanges % 2}"
+        keys = [f"{self._prefix}/{rank}{what}" for rank in range(len(self.members))]
+        self._store.set(keys[self._rank], number + value)
+        while True:
+            values = self._reader.multi_get(keys) if self._reader.check(keys) else [b""]
+            texts = [each.decode() for each in values]
+            if all(text.startswith(number) for text in texts):
+                return [text.removeprefix(number) for text in texts]
+            if (now := time.monotonic()) > deadline:
+                raise RuntimeError("Timed out waiting for the other ranks")
+            if now > looked + LOOK_S:
+                looked = now
+                if self.dead():
+                    raise RuntimeError("a rank has ended")
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def ahead(self) -> dict[int, str]:
         """Return ranks that wait for this one in a backward pass, while it waits elsewhere."""

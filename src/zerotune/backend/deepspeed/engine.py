@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -64,8 +65,6 @@ from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError
 from zerotune.plan.plan import ResolvedPlan
 
-_ORDER_EVERY: Final = 100
-"""Steps between two checks that the ranks use the model's weights in the same order."""
 SCALER_FIELDS: Final = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -97,6 +96,8 @@ class ZeROEngine(Engine):
         """
         layout, inner = self._wrapper.layout, self._wrapper.inner
         self._wrapper.note_edits()
+        if self._group.world_size > 1:
+            self._wrapper.compare_order(partial(check_same_order, group=self._group))
         self._raw_backward, self._raw_step = self._engine.backward, self._engine.step
         self._master_weights = MasterWeights(layout=layout, group=self._group, device=self.device)
         if self._plan.stage == 0:
@@ -171,9 +172,6 @@ class ZeROEngine(Engine):
 
     @override
     def _backward(self, loss: torch.Tensor) -> None:
-        mixes = self._group.world_size > 1 and self._plan.stage == 2
-        if mixes and self._engine.global_steps % _ORDER_EVERY == 0:
-            check_same_order(loss, self._module, self._group)
         self._master_weights.settle()
         self._wrapper.begin_backward()
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -93,6 +93,7 @@ class PartitionedWrapper(OptimizerWrapper):
                 "_link_all_hp_params",
                 "_release_preflattened_grad_buffers",
                 "_wait_for_offload_copies",
+                "reduce_ipg_grads",
                 "reset_cpu_buffers",
                 "update_lp_params",
                 "zero_grad",
@@ -124,6 +125,21 @@ class PartitionedWrapper(OptimizerWrapper):
     @override
     def loses_earlier_gradients(self) -> bool:
         return bool(self.raw.cpu_offload and self.raw.partition_gradients)
+
+    @override
+    def compare_order(self, check: Callable[[Sequence[str]], None]) -> None:
+        raw, reduce = self.raw, self.raw.reduce_ipg_grads
+        names = {id(each): name for name, each in self.engine.module.named_parameters()}
+
+        def reduce_ipg_grads(*args: Any, **kwargs: Any) -> None:
+            buckets = (bucket.params for bucket in raw.ipg_buckets.values())
+            weights = (
+                raw.bit16_groups[group][index] for each in buckets for group, index, _ in each
+            )
+            check([names[id(weight)] for weight in weights])
+            reduce(*args, **kwargs)
+
+        raw.reduce_ipg_grads = reduce_ipg_grads
 
     @override
     def begin_window(self, without: Sequence[tuple[str, torch.nn.Parameter]]) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from posixpath import commonpath
 from typing import Any, Final
@@ -30,6 +30,8 @@ import torch
 from zerotune.backend.deepspeed.wrapper import Upstream
 from zerotune.errors import EngineError
 
+_ORDER_EVERY: Final = 100
+"""Forward passes between two in which the ranks compare the order of modules."""
 _RELEASE: Final = "_PartitionedParameterCoordinator__release_param"
 _HOOKS: Final = (
     "pre_sub_module_forward_function",
@@ -92,6 +94,9 @@ class WeightReleases:
         self._kept: defaultdict[int, list[Any]] = defaultdict(list)
         """Recomputed modules whose weights are kept, by backward pass."""
         self._recomputing = False
+        self._check: Callable[[Sequence[str]], None] | None = None
+        self._names: dict[int, str] = {}
+        self._passes = 0
         self._count = itertools.count()
         self._order: dict[int, int] = {}
         """When each module was last called in a forward pass."""
@@ -106,12 +111,29 @@ class WeightReleases:
                 came = weight.register_post_accumulate_grad_hook(self._take_gradient)
                 optimizer._grad_acc_hooks.append(came)
 
+    def compare_order(self, check: Callable[[Sequence[str]], None]) -> None:
+        """In some forward passes, compare the ranks before they gather the weights of a module.
+
+        Args:
+            check: Function that takes names of modules, and raises an error if other ranks' differ.
+        """
+        self._check = check
+        self._names = {each.ds_id: name for name, each in self._root.named_modules()}
+
+    def _compare(self, module: Any, *, end: bool = False) -> None:
+        if self._check is None or not torch.is_grad_enabled():
+            return
+        if self._passes % _ORDER_EVERY == 0 and (end or self._weights.get(module.ds_id)):
+            self._check(["the end of the model" if end else self._names[module.ds_id]])
+        self._passes += end
+
     def _begin_forward(self, original: _Hook, module: Any) -> None:
         backward = torch._C._current_graph_task_id()
         if backward == -1:
             if module is self._root:
                 self._give_up_interrupted()
             self._order[module.ds_id] = next(self._count)
+            self._compare(module)
         elif self._weights.get(module.ds_id):
             if backward not in self._kept:
                 engine: Any = torch.autograd.Variable._execution_engine
@@ -137,8 +159,11 @@ class WeightReleases:
 
     def _end_forward(self, original: _Hook, module: Any) -> None:
         weights = self._weights.get(module.ds_id)
-        if weights and torch._C._current_graph_task_id() != -1:
-            self._keep(module, weights)
+        if torch._C._current_graph_task_id() != -1:
+            if weights:
+                self._keep(module, weights)
+        elif module is self._root:
+            self._compare(module, end=True)
         original(module)
 
     def _give_up_after(self, module: Any, backward: int) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, cast
 
@@ -50,6 +50,7 @@ from zerotune.plan.resolved import LEAF_MODULE
 from zerotune.platform import detect_platform
 
 _STAGE_3: Final = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
+_REDUCE: Final = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 LEAF_KEY: Final = f"zero_optimization.{LEAF_MODULE}"
 GATHERED_KEY: Final = "zero_optimization.gathered_weights"
 _WRITTEN_BEHIND: Final = "async_swap_out"
@@ -216,6 +217,7 @@ class ShardedLayout(MasterLayout):
 class ShardedWrapper(OptimizerWrapper):
     """Adapter for ``DeepSpeedZeroOptimizer_Stage3``."""
 
+    _releases: WeightReleases | None = None
     upstream = (
         Upstream(
             owner=_STAGE_3,
@@ -228,6 +230,7 @@ class ShardedWrapper(OptimizerWrapper):
                 "_pre_step",
                 "_reassign_or_swap_out_partitioned_parameters",
                 "_release_swap_buffers",
+                _REDUCE,
                 "_swappable_optimizer_subgroup",
                 "clear_backward_seen_flag",
                 "create_reduce_and_remove_grad_hooks",
@@ -284,6 +287,21 @@ class ShardedWrapper(OptimizerWrapper):
         return bool(self.raw.offload_optimizer)
 
     @override
+    def compare_order(self, check: Callable[[Sequence[str]], None]) -> None:
+        raw, reduce = self.raw, getattr(self.raw, _REDUCE)
+        names = {each.ds_id: name for name, each in self.engine.module.named_parameters()}
+
+        def reduce_and_partition(dtype: torch.dtype) -> None:
+            weights = [names[each.ds_id] for each in raw.ipg_buckets[dtype].params]
+            # Otherwise, DeepSpeed sorts them.
+            check(sorted(weights) if raw.reduce_scatter else weights)
+            reduce(dtype)
+
+        setattr(raw, _REDUCE, reduce_and_partition)
+        if self._releases is not None:
+            self._releases.compare_order(check)
+
+    @override
     def begin_backward(self) -> None:
         # DeepSpeed counts a window's passes at the next forward pass; without one in between, the
         # second backward pass would overwrite the gradients of the first.
@@ -333,7 +351,7 @@ class ShardedWrapper(OptimizerWrapper):
                     "warning",
                 ),
             )
-        WeightReleases(self.raw)
+        self._releases = WeightReleases(self.raw)
         return (
             Decision(
                 GATHERED_KEY,

@@ -111,6 +111,13 @@ class OptimizerWrapper(ABC):
             without: Names and parameters.
         """
 
+    def compare_order(self, check: Callable[[Sequence[str]], None]) -> None:  # noqa: B027
+        """Compare the ranks before DeepSpeed sums their gradients or gathers weights.
+
+        Args:
+            check: Function that takes names of weights, and raises an error if other ranks' differ.
+        """
+
     def correct(self) -> tuple[Decision, ...]:
         """Apply corrections that every DeepSpeed engine needs, also in other trainers."""
         return ()
