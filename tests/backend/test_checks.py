@@ -132,7 +132,7 @@ def one_step(engine: Any) -> None:
 
 @pytest.mark.parametrize("called", ["cab", "ac", "ab", "abcc"])
 @pytest.mark.parametrize(
-    ("stage", "late"), [(1, False), (1, True), (2, False), (2, True), (3, False)]
+    ("stage", "late"), [(1, False), (1, True), (2, False), (2, True), (3, False), (3, True)]
 )
 @ranks(2)
 def test_ranks_that_call_other_modules_train_alike_or_are_refused(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -14,7 +13,6 @@ import torch
 from zerotune._util.text import counted
 from zerotune.decisions import Decision
 from zerotune.errors import (
-    CollectiveError,
     EngineError,
     InvalidValueError,
     VerificationError,
@@ -136,9 +134,6 @@ def _check_wide(model: torch.nn.Module, plan: ResolvedPlan) -> None:
             f"model.{name}",
             parameter.dtype,
         )
-
-
-_ORDER: Final = "compare the order of the model's weights"
 
 
 # -- After the start: the running engine, compared with the plan.
@@ -396,30 +391,6 @@ def share_buffers(model: torch.nn.Module, group: ProcessGroup) -> tuple[Decision
             "warning",
         ),
     )
-
-
-def check_same_order(used: Sequence[str], group: ProcessGroup) -> None:
-    """Raise an error if ranks use weights in different orders. Collective.
-
-    DeepSpeed sums gradients over the ranks, and gathers weights, in the order of their use. It
-    would mix different weights, or one rank would wait for ever.
-
-    Args:
-        used: Names of what this rank uses next, before a collective.
-        group: Process group of all ranks.
-    """
-    text = json.dumps(used)
-    digests = group.exchange(hashlib.sha256(text.encode()).hexdigest(), purpose=_ORDER)
-    if len(set(digests)) == 1:
-        return
-    lists = [json.loads(each) for each in group.exchange(text, purpose=_ORDER)]
-    longest = max(map(len, lists))
-    lists = [[*names, *["nothing more"] * (longest - len(names))] for names in lists]
-    first = next(place for place in zip(*lists, strict=True) if len(set(place)) > 1)
-    by_rank = ", ".join(f"rank {rank}: {name!r}" for rank, name in enumerate(first))
-    fix = "call the same modules in the same order on every rank, with a factor of 0 if one has no "
-    fix += "input on a rank"
-    raise CollectiveError(f"the ranks disagree ({by_rank})", fix, "order of the model's weights")
 
 
 def _digest(tensor: torch.Tensor) -> bytes:

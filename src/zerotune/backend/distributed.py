@@ -68,6 +68,8 @@ class ProcessGroup:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.local_rank = launch.local_rank if launch.launched else 0
+        self.explain: Callable[[float], CollectiveError | None] | None = None
+        """Function that may know why a collective has failed, after some seconds at most."""
         self._control: Any = None
         if self.world_size > 1:
             self._connect()
@@ -79,7 +81,7 @@ class ProcessGroup:
         group._timeout = timedelta(seconds=_DEFAULT_TIMEOUT_S)
         group._owned = False
         group.rank, group.world_size, group.local_rank = 0, 1, 0
-        group._control = None
+        group._control = group.explain = None
         return group
 
     def _connect(self) -> None:
@@ -141,19 +143,36 @@ class ProcessGroup:
             dist.all_gather_object(values, value, group=self._control)
         return values
 
-    def exchange(self, value: str, *, purpose: str) -> list[str]:
+    def exchange(self, value: str) -> list[str]:
         """Return the strings of all ranks, in rank order, without using a collective.
 
-        Collective, but a rank that waits here notices a rank that ends.
+        Collective, but a rank that waits here notices a rank that ends. It does not count as a
+        meeting, since ranks whose data have ended do not come.
 
         Args:
             value: This rank's string.
-            purpose: Name of the operation, for the error message.
         """
         if self.world_size == 1:
             return [value]
-        with self._meeting(purpose) as deadline:
-            return self._roll.exchange(value, deadline)
+        return self._roll.exchange(value, time.monotonic() + self._timeout.total_seconds())
+
+    def show(self, what: str, value: str) -> list[str]:
+        """Record a string in the store, and return those of all ranks. Not collective.
+
+        Args:
+            what: Name of the record.
+            value: This rank's string.
+
+        Returns:
+            The strings in rank order, empty for ranks that have recorded none.
+        """
+        return self._roll.show(what, value)
+
+    def abort(self) -> None:
+        """End all pending collectives of this process with errors, also those of other groups."""
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if dist.get_backend(group) == "gloo":
+                self._wake(group)
 
     def agree(self, value: Any, what: str, *, fix: str = "give every rank the same value") -> None:
         """Check that all ranks have the same value; otherwise raise an error with all values.
@@ -241,7 +260,13 @@ class ProcessGroup:
         except RuntimeError as error:
             if self.world_size == 1 or not is_collective(error):
                 raise
-            raise self._roll.lost(f"a rank was lost during {doing}", error) from error
+            raise self._lost(f"a rank was lost during {doing}", error) from error
+
+    def _lost(
+        self, what: str, error: RuntimeError, patience: float = SETTLING_S
+    ) -> CollectiveError:
+        why = None if self.explain is None else self.explain(patience)
+        return why or self._roll.lost(what, error, patience=patience)
 
     @contextlib.contextmanager
     def _meeting(self, purpose: str, *, timeout_s: float | None = None) -> Iterator[float]:
@@ -267,7 +292,7 @@ class ProcessGroup:
             late = waited >= 0.95 * timeout
             when = f" within {timeout:g} s" if late else f"; detected after {waited:.1f} s"
             what = f"not every rank reached {purpose!r}{when}"
-            raise self._roll.lost(what, error, patience=0 if late else SETTLING_S) from error
+            raise self._lost(what, error, 0 if late else SETTLING_S) from error
 
     def _meet(self, deadline: float) -> None:
         """Every rank reports to rank 0, which answers all; each rank waits until its own deadline.
@@ -308,14 +333,16 @@ class ProcessGroup:
     def _receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
         return dist.irecv(tensor, rank, group=self._control, tag=tag)
 
-    def _wake(self) -> None:
+    def _wake(self, group: Any = None) -> None:
         """Abort this rank's pending collectives; the group cannot be used afterwards.
 
         gloo closes all connections of a group when one receive times out.
         """
         neighbour = (self.rank + 1) % self.world_size
         with contextlib.suppress(RuntimeError, ValueError):
-            _await(self._receive(torch.zeros(1, dtype=torch.uint8), neighbour, _NOBODY_SENDS), 0)
+            group = self._control if group is None else group
+            token = torch.zeros(1, dtype=torch.uint8)
+            _await(dist.irecv(token, neighbour, group=group, tag=_NOBODY_SENDS), 0)
 
     @contextlib.contextmanager
     def _looking(self) -> Iterator[None]:

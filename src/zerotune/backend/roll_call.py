@@ -111,9 +111,16 @@ class RollCall:
             if now > looked + LOOK_S:
                 looked = now
                 if self.dead():
-                    raise RuntimeError("a rank has ended")
+                    raise RuntimeError("Timed out waiting for a rank that has ended")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def show(self, what: str, value: str) -> list[str]:
+        """Record a value in the store, and return those of all ranks, empty where there is none."""
+        self.note(what, value)
+        keys = [f"{self._prefix}/{rank}{what}" for rank in range(len(self.members))]
+        check, get = self._reader.check, self._reader.get
+        return [get(key).decode() if check([key]) else "" for key in keys]
 
     def ahead(self) -> dict[int, str]:
         """Return ranks that wait for this one in a backward pass, while it waits elsewhere."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -24,10 +23,10 @@ from zerotune.backend.checks import (
     Checks,
     RunningGroup,
     check_quantized,
-    check_same_order,
     expected_groups,
     share_buffers,
 )
+from zerotune.backend.deepspeed.order import UseOrder
 from zerotune.backend.deepspeed.sharded import (
     doubtful_leaf_modules,
     leaf_modules,
@@ -97,7 +96,9 @@ class ZeROEngine(Engine):
         layout, inner = self._wrapper.layout, self._wrapper.inner
         self._wrapper.note_edits()
         if self._group.world_size > 1:
-            self._wrapper.compare_order(partial(check_same_order, group=self._group))
+            order = UseOrder(self._group)
+            self.resources.callback(order.close)
+            self._wrapper.compare_order(order)
         self._raw_backward, self._raw_step = self._engine.backward, self._engine.step
         self._master_weights = MasterWeights(layout=layout, group=self._group, device=self.device)
         if self._plan.stage == 0:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import torch
 from typing_extensions import override
 
 from zerotune.backend.deepspeed.mends import zero_unused
+from zerotune.backend.deepspeed.order import UseOrder
 from zerotune.backend.deepspeed.wrapper import OptimizerWrapper, Upstream, clear
 from zerotune.backend.master_weights import (
     FragmentAddress,
@@ -127,16 +128,13 @@ class PartitionedWrapper(OptimizerWrapper):
         return bool(self.raw.cpu_offload and self.raw.partition_gradients)
 
     @override
-    def compare_order(self, check: Callable[[Sequence[str]], None]) -> None:
+    def compare_order(self, order: UseOrder) -> None:
         raw, reduce = self.raw, self.raw.reduce_ipg_grads
         names = {id(each): name for name, each in self.engine.module.named_parameters()}
 
         def reduce_ipg_grads(*args: Any, **kwargs: Any) -> None:
-            buckets = (bucket.params for bucket in raw.ipg_buckets.values())
-            weights = (
-                raw.bit16_groups[group][index] for each in buckets for group, index, _ in each
-            )
-            check([names[id(weight)] for weight in weights])
+            ahead = [place for bucket in raw.ipg_buckets.values() for place in bucket.params]
+            order.check([names[id(raw.bit16_groups[group][index])] for group, index, _ in ahead])
             reduce(*args, **kwargs)
 
         raw.reduce_ipg_grads = reduce_ipg_grads

@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from posixpath import commonpath
 from typing import Any, Final
 
 import torch
 
+from zerotune.backend.deepspeed.order import UseOrder
 from zerotune.backend.deepspeed.wrapper import Upstream
 from zerotune.errors import EngineError
 
@@ -94,7 +95,7 @@ class WeightReleases:
         self._kept: defaultdict[int, list[Any]] = defaultdict(list)
         """Recomputed modules whose weights are kept, by backward pass."""
         self._recomputing = False
-        self._check: Callable[[Sequence[str]], None] | None = None
+        self._shared: UseOrder | None = None
         self._names: dict[int, str] = {}
         self._passes = 0
         self._count = itertools.count()
@@ -111,20 +112,26 @@ class WeightReleases:
                 came = weight.register_post_accumulate_grad_hook(self._take_gradient)
                 optimizer._grad_acc_hooks.append(came)
 
-    def compare_order(self, check: Callable[[Sequence[str]], None]) -> None:
-        """In some forward passes, compare the ranks before they gather the weights of a module.
+    def compare_order(self, order: UseOrder) -> None:
+        """Compare the ranks' modules, in some forward passes before weights are gathered.
 
         Args:
-            check: Function that takes names of modules, and raises an error if other ranks' differ.
+            order: What compares them.
         """
-        self._check = check
+        self._shared = order
         self._names = {each.ds_id: name for name, each in self._root.named_modules()}
+        order.watch()
 
-    def _compare(self, module: Any, *, end: bool = False) -> None:
-        if self._check is None or not torch.is_grad_enabled():
+    def _use(self, module: Any, *, end: bool = False) -> None:
+        if self._shared is None or not torch.is_grad_enabled():
             return
-        if self._passes % _ORDER_EVERY == 0 and (end or self._weights.get(module.ds_id)):
-            self._check(["the end of the model" if end else self._names[module.ds_id]])
+        if module is self._root and not end:
+            self._shared.begin()
+        if end or self._weights.get(module.ds_id):
+            name = "the end of the model" if end else self._names[module.ds_id]
+            self._shared.note(name)
+            if self._passes % _ORDER_EVERY == 0:
+                self._shared.check([name])
         self._passes += end
 
     def _begin_forward(self, original: _Hook, module: Any) -> None:
@@ -133,7 +140,7 @@ class WeightReleases:
             if module is self._root:
                 self._give_up_interrupted()
             self._order[module.ds_id] = next(self._count)
-            self._compare(module)
+            self._use(module)
         elif self._weights.get(module.ds_id):
             if backward not in self._kept:
                 engine: Any = torch.autograd.Variable._execution_engine
@@ -163,7 +170,7 @@ class WeightReleases:
             if weights:
                 self._keep(module, weights)
         elif module is self._root:
-            self._compare(module, end=True)
+            self._use(module, end=True)
         original(module)
 
     def _give_up_after(self, module: Any, backward: int) -> None:
@@ -201,6 +208,8 @@ class WeightReleases:
 
     def _begin_backward(self, original: _Hook, module: Any) -> None:
         self._recomputing = False
+        if self._shared is not None and self._weights.get(module.ds_id):
+            self._shared.note(f"{self._names[module.ds_id]} in backward")
         self._end_running()
         original(module)
         if type(module) in _ONE_OPERATION:

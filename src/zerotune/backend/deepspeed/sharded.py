@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, cast
 
@@ -22,6 +22,7 @@ from zerotune._util.text import format_size
 from zerotune.backend.accelerator import accelerator_of
 from zerotune.backend.checks import DTYPES
 from zerotune.backend.deepspeed.mends import HOOKS, align_swapped_gradients, changed, zero_unused
+from zerotune.backend.deepspeed.order import UseOrder
 from zerotune.backend.deepspeed.releasing import (
     RELEASING,
     WeightReleases,
@@ -287,19 +288,19 @@ class ShardedWrapper(OptimizerWrapper):
         return bool(self.raw.offload_optimizer)
 
     @override
-    def compare_order(self, check: Callable[[Sequence[str]], None]) -> None:
+    def compare_order(self, order: UseOrder) -> None:
         raw, reduce = self.raw, getattr(self.raw, _REDUCE)
         names = {each.ds_id: name for name, each in self.engine.module.named_parameters()}
 
         def reduce_and_partition(dtype: torch.dtype) -> None:
             weights = [names[each.ds_id] for each in raw.ipg_buckets[dtype].params]
             # Otherwise, DeepSpeed sorts them.
-            check(sorted(weights) if raw.reduce_scatter else weights)
+            order.check(sorted(weights) if raw.reduce_scatter else weights)
             reduce(dtype)
 
         setattr(raw, _REDUCE, reduce_and_partition)
         if self._releases is not None:
-            self._releases.compare_order(check)
+            self._releases.compare_order(order)
 
     @override
     def begin_backward(self) -> None:

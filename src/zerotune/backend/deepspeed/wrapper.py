@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import attrs
 import torch
 
+from zerotune.backend.deepspeed.order import UseOrder
 from zerotune.backend.master_weights import MasterLayout
 from zerotune.decisions import Decision
 from zerotune.errors import EngineError
@@ -111,11 +112,11 @@ class OptimizerWrapper(ABC):
             without: Names and parameters.
         """
 
-    def compare_order(self, check: Callable[[Sequence[str]], None]) -> None:  # noqa: B027
+    def compare_order(self, order: UseOrder) -> None:  # noqa: B027
         """Compare the ranks before DeepSpeed sums their gradients or gathers weights.
 
         Args:
-            check: Function that takes names of weights, and raises an error if other ranks' differ.
+            order: What compares them.
         """
 
     def correct(self) -> tuple[Decision, ...]:
