@@ -257,6 +257,7 @@ def test_a_custom_loss_replaces_the_squared_error():
     [
         (lambda: Huber(threshold=0.0), "threshold", "0.1"),
         (lambda: SmoothL1(threshold=float("nan")), "threshold", "0.1"),
+        (lambda: SmoothL1(threshold="0.1"), "threshold", "0.1"),
         (lambda: Huber(schedule="linear"), "schedule", '"exponential"'),
         (lambda: Huber(scale=2.0), "scale", "different schedule"),
         (lambda: Huber(scale=-1.0, schedule="constant"), "scale", "0.1"),

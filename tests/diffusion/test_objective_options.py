@@ -291,10 +291,13 @@ def test_quantiles_run_from_little_noise_to_much(objective, levels):
 def test_invalid_settings_are_refused_with_a_fix():
     for make, key, fix in (
         (lambda: DenoisingObjective(snr_gamma=0.0), "snr_gamma", "5.0"),
+        (lambda: DenoisingObjective(snr_gamma="5"), "snr_gamma", "5.0"),
         (lambda: DenoisingObjective(snr_gamma=float("inf")), "snr_gamma", "5.0"),
         (lambda: OffsetNoise(strength=-0.1), "strength", "0.1"),
+        (lambda: OffsetNoise(strength="weak"), "strength", "0.1"),
         (lambda: InputPerturbation(strength=float("nan")), "strength", "0.1"),
         (lambda: ResolutionShift(patch_size=0), "patch_size", "2"),
+        (lambda: ResolutionShift(patch_size="2"), "patch_size", "2"),
         (lambda: FlowMatchingObjective(density="cosmap"), "density", 'weighting="cosmap"'),
         (lambda: FlowMatchingObjective(weighting="mode"), "weighting", 'density="mode"'),
         (lambda: FlowMatchingObjective(weighting="snr"), "weighting", '"none"'),

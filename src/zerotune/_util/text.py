@@ -171,6 +171,13 @@ def positive(value: Any, *, key: str, fix: str | None = None) -> float:
     raise InvalidValueError("must be a number above 0", fix, key, value)
 
 
+def not_negative(value: Any, *, key: str, fix: str | None = None) -> float:
+    """Return ``value`` as a ``float``; raise an error unless it is at least 0."""
+    if is_number(value) and value >= 0:
+        return float(value)
+    raise InvalidValueError("must be a number of at least 0", fix, key, value)
+
+
 def probability(value: Any, *, key: str, fix: str = "write a number in [0, 1]") -> float:
     """Return ``value`` as a ``float``; raise an error unless it is from 0 to 1."""
     if is_number(value) and 0 <= value <= 1:

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import attrs
 import torch
 
+from zerotune._util.text import positive
 from zerotune.diffusion.data.preparation import LOSS_MASKS, shrunk
 from zerotune.errors import DataError, InvalidValueError
 
@@ -63,11 +64,8 @@ def unknown_schedule(schedule: str) -> InvalidValueError:
     )
 
 
-def _check_positive(_instance: object, attribute: Any, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise InvalidValueError(
-            "is not a valid threshold", "write a number above 0, such as 0.1", attribute.name, value
-        )
+def _check_positive(_instance: object, attribute: Any, value: Any) -> None:
+    positive(value, key=attribute.name, fix="write a number above 0, such as 0.1")
 
 
 @attrs.frozen(kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import attrs
 import torch
 
-from zerotune.errors import InvalidValueError
+from zerotune._util.text import not_negative
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -38,14 +38,8 @@ class Noise(Protocol):
         ...
 
 
-def _check_strength(_instance: object, attribute: Any, value: float) -> None:
-    if not 0.0 <= value < float("inf"):
-        raise InvalidValueError(
-            "is not a valid noise strength",
-            "write a non-negative number, such as 0.1",
-            attribute.name,
-            value,
-        )
+def _check_strength(_instance: object, attribute: Any, value: Any) -> None:
+    not_negative(value, key=attribute.name, fix="write a non-negative number, such as 0.1")
 
 
 @attrs.frozen(kw_only=True)

@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol, runtime_checkable
 import attrs
 import torch
 
+from zerotune._util.text import whole
 from zerotune.decisions import Decision, announce
 from zerotune.errors import InvalidValueError
 
@@ -199,10 +200,8 @@ class ResolutionShift:
     that pack latents, such as Flux."""
 
     @patch_size.validator
-    def _check_patch(self, _attribute: Any, value: int) -> None:
-        if value < 1:
-            fix = "write 2, the patch size of SD3 and Flux"
-            raise InvalidValueError("is not a positive patch size", fix, "patch_size", value)
+    def _check_patch(self, attribute: Any, value: Any) -> None:
+        whole(value, key=attribute.name, fix="write 2, the patch size of SD3 and Flux")
 
     def mu(self, shape: tuple[int, ...], config: Any) -> float:
         """Return the logarithm of the shift for samples of one shape."""

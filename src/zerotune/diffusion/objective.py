@@ -7,7 +7,6 @@ device.
 from __future__ import annotations
 
 import importlib
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import attrs
 import torch
 
+from zerotune._util.text import positive
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.losses import Comparison, Level, Loss, masks_over, unknown_schedule
 from zerotune.diffusion.models.family import Conditioning, Denoiser, Family, Unconditional
@@ -244,14 +244,10 @@ class DenoisingObjective(SchedulerObjective):
     )
 
     @snr_gamma.validator
-    def _check_gamma(self, _attribute: Any, value: float | None) -> None:
-        if value is not None and not (math.isfinite(value) and value > 0):
-            raise InvalidValueError(
-                "is not a positive, finite signal-to-noise ratio",
-                "write 5.0, as in the min-SNR paper, or None for no weighting",
-                "snr_gamma",
-                value,
-            )
+    def _check_gamma(self, attribute: Any, value: Any) -> None:
+        if value is not None:
+            fix = "write 5.0, as in the min-SNR paper, or None for no weighting"
+            positive(value, key=attribute.name, fix=fix)
 
     def __attrs_post_init__(self) -> None:
         if self._prediction not in _PREDICTIONS:
