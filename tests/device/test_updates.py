@@ -25,6 +25,8 @@ from zerotune.backend.host.updates import OptimizerOnDevice
 from zerotune.backend.optimizers.classes import Lamb
 from zerotune.plan.context import DeviceUpdate, Streaming
 from zerotune.plan.facts import ModelFacts
+from zerotune.plan.memory.estimate import CONTEXT
+from zerotune.plan.memory.hosted import KEPT_BY_STREAM
 from zerotune.plan.memory.items import Workload
 from zerotune.plan.memory.traffic import step_traffic
 from zerotune.plan.optimizer.resolver import OptimizerResolver
@@ -136,7 +138,20 @@ class Square(torch.nn.Module):
         return x + self.inner(x)
 
 
-@pytest.mark.parametrize(
+def squares(model, optimizer, masters, *, clipping):
+    plan = DeepSpeedPlan.build(
+        stage=2, offload="cpu", precision="bf16", micro_batch_size=1, gradient_clipping=clipping,
+        optimizer={"type": optimizer, "params": {"lr": 1e-3}},
+    ).with_overrides({"zero_optimization.offload_optimizer.pin_memory": True})  # fmt: skip
+    resolved = plan.resolve(
+        platform=Platform.synthetic("cuda", vram=8 * 2**30, ram=24 * 2**30),
+        model=ModelFacts.from_module(model), world_size=1,
+        streamed=Streaming(units=("Square",), window=2), update=DeviceUpdate(masters=masters),
+    )  # fmt: skip
+    return OptimizerResolver().apply(resolved)
+
+
+WAYS = pytest.mark.parametrize(
     ("optimizer", "masters"),
     [
         ("Adafactor", "stochastic"),
@@ -147,6 +162,9 @@ class Square(torch.nn.Module):
         ),
     ],
 )
+
+
+@WAYS
 @on_device()
 def test_the_predicted_traffic_of_updates_is_what_their_operators_read_and_write(
     optimizer, masters, monkeypatch
@@ -160,19 +178,11 @@ def test_the_predicted_traffic_of_updates_is_what_their_operators_read_and_write
         clock.scale()
 
     monkeypatch.setattr(OptimizerOnDevice, "_run", watched)
-    plan = DeepSpeedPlan.build(
-        stage=2, offload="cpu", precision="bf16", micro_batch_size=1, gradient_clipping=0,
-        optimizer={"type": optimizer, "params": {"lr": 1e-3}},
-    ).with_overrides({"zero_optimization.offload_optimizer.pin_memory": True})  # fmt: skip
     model = torch.nn.Sequential(*(Square() for _ in range(3)))
-    resolved = plan.resolve(
-        platform=Platform.synthetic("cuda", vram=8 * 2**30, ram=24 * 2**30),
-        model=ModelFacts.from_module(model), world_size=1,
-        streamed=Streaming(units=("Square",), window=2), update=DeviceUpdate(masters=masters),
-    )  # fmt: skip
+    resolved = squares(model, optimizer, masters, clipping=0.0)
     expected = step_traffic(resolved.estimate(Workload())).on_device
     clock.rates({"memory": 1e12, "half": 1e15, "single": 1e15, "latency": 0.0, "launch": 0.0})
-    with build_engine(model=model, plan=OptimizerResolver().apply(resolved)) as engine:
+    with build_engine(model=model, plan=resolved) as engine:
         for _ in range(3):
             clock.reset()
             clock.record(True)
@@ -183,3 +193,30 @@ def test_the_predicted_traffic_of_updates_is_what_their_operators_read_and_write
             spans = [s for s in clock.spans() if (s.lane, s.label) == ("compute", "update")]
             counted.append(sum(span.bytes for span in spans))
     assert counted[-1] == pytest.approx(expected, rel=0.05)
+
+
+@WAYS
+@on_device(lateness=0.02)
+def test_the_predicted_memory_of_updates_is_the_peak_of_the_device(optimizer, masters):
+    simdev, model = torch.simdev, torch.nn.Sequential(*(Square() for _ in range(3)))
+    before = simdev.memory_allocated()
+    resolved = squares(model, optimizer, masters, clipping=1.0)
+    items = resolved.estimate(Workload()).items
+    there = [i for i in items if i.place == "device" and "optimizer step" in i.phases]
+    # Free memory is not counted as allocated.
+    expected = sum(i.nbytes for i in there if i.note != KEPT_BY_STREAM) - CONTEXT
+    with build_engine(model=model, plan=resolved) as engine:
+        for _ in range(3):
+            x = torch.ones(1, 1024, device=engine.device, dtype=torch.bfloat16)
+            engine.backward(engine(x).float().square().mean())
+            engine.step()
+            del x
+            simdev.synchronize()
+            simdev.reset_peak_memory_stats()
+            engine.master_weights.settle()
+            simdev.synchronize()
+        peak = simdev.max_memory_allocated() - before
+    assert peak == pytest.approx(expected, rel=0.05)
+    assert [i.nbytes for i in there if i.note == KEPT_BY_STREAM] == [
+        i.nbytes for i in there if i.note.startswith("of the update of a weight")
+    ]

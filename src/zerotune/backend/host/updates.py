@@ -258,12 +258,12 @@ class OptimizerOnDevice(Update):
             if slab.parts[0] in still or group.get(STOPPED):
                 continue
             with self._on(next(streams, None)):
-                gradient = moved(gradients[slab], self._device).float()
-                gradient = gradient if factor == 1.0 else gradient * factor
-                weight = self._updated(slab, gradient, group)
+                weight = self._updated(slab, gradients[slab], factor, group)
                 slab.masters.store(weight, partial(self._add_noise, slab, taken))
                 if not slab.masters.holds_weights:
                     move_into(unit.host.data[slab.span], weight.to(unit.host.dtype))
+                # Before the next one is copied.
+                del weight
         for stream in self._streams:
             stream.synchronize()
         for slab in unit.owned:
@@ -273,12 +273,14 @@ class OptimizerOnDevice(Update):
         return nullcontext() if stream is None else self._module.stream(stream)
 
     def _updated(
-        self, slab: UnitSlab, gradient: torch.Tensor, group: Mapping[str, Any]
+        self, slab: UnitSlab, came: torch.Tensor, factor: float, group: Mapping[str, Any]
     ) -> torch.Tensor:
-        """Run the optimizer's code on a slab; return the new weights, flat."""
+        """Run the optimizer's code on a slab and its gradient; return the new weights, flat."""
         worker, kept, shape = self._worker, self._optimizer.state[slab.key], slab.key.shape
         weight = torch.nn.Parameter(slab.masters.fetch(self._device).view(shape))
-        weight.grad = gradient.view(shape)
+        weight.grad = moved(came, self._device).to(torch.float32, copy=True).view(shape)
+        if factor != 1.0:
+            weight.grad *= factor
         for other in worker.param_groups:
             other["params"] = []
         own = worker.param_groups[slab.group]
@@ -291,6 +293,8 @@ class OptimizerOnDevice(Update):
         _check_unchanged(worker, own, group)
         for name, value in worker.state[weight].items():
             kept[name] = self._downloaded(value, kept.get(name))
+        # The optimizer's copy of the states, and the gradient, need device memory no longer.
+        worker.state, own["params"], weight.grad = defaultdict(dict), [], None
         return weight.data.view(-1)
 
     def _uploaded(self, slab: UnitSlab, name: str, value: Any) -> Any:
@@ -328,6 +332,8 @@ class OptimizerOnDevice(Update):
 
     def _draw(self, taken: int) -> None:
         """Draw the random numbers of a step."""
+        # Before the memory of the next ones is allocated.
+        self._noise = torch.empty(0)
         at = torch.arange(NOISE_PERIOD, dtype=torch.int32, device=self._device)
         # In parts, of which each needs memory for another copy.
         for part in torch.split(at, _DRAWN_AT_ONCE):

@@ -26,7 +26,8 @@ pass."""
 
 
 WEIGHTS_AT_A_TIME: Final = 2
-"""Number of weights that are on the device at a time for their update there."""
+"""Number of streams on which weights are updated on the device in turns. Each keeps the memory of a
+weight for its next one."""
 
 
 NOISE_PERIOD: Final = 2**22
@@ -34,9 +35,14 @@ NOISE_PERIOD: Final = 2**22
 an element's rounding errors cancel over the steps as long as its bits differ between steps."""
 
 
-_UPDATED: Final = 18
+_UPDATED: Final = 12
 """Bytes per element, beside states, of a weight's update on the device: its master weight and
-gradient in fp32, its bf16 gradient, and what the optimizer computes."""
+gradient in fp32, and what the optimizer computes."""
+_SPLIT: Final = 16
+"""Bytes per element while a weight is divided into its halves, after states and gradient."""
+
+
+KEPT_BY_STREAM: Final = "free memory that the other stream keeps for its next weight"
 
 
 def gradients_stay(resolved: Resolved) -> bool:
@@ -161,11 +167,16 @@ def _coming(case: Costing, elements: float) -> Iterator[MemoryItem]:
     note = "unit gradients before " + ("their update" if stay else "the copy to the host")
     yield case.item("gradients", case.device, nbytes, BACKWARD, note)
     if case.resolved.update is not None:
-        own = WEIGHTS_AT_A_TIME * (_UPDATED + 4 * case.states) * case.largest
+        least = _SPLIT if case.resolved.masters == "split" else 0
+        own = max(least, _UPDATED + 4 * case.states) * case.largest
+        note = "of the update of a weight, with its states"
+        yield case.item("temporaries", case.device, own, STEP, note)
+        others = (WEIGHTS_AT_A_TIME - 1) * own
+        yield case.item("temporaries", case.device, others, STEP, KEPT_BY_STREAM)
         # Clipped units are updated in the forward pass, when no gradient is on the device.
-        more = own if stay else max(0, own - nbytes)
-        note = f"of the update of {WEIGHTS_AT_A_TIME} weights, with their states"
-        yield case.item("temporaries", case.device, more, BACKWARD | STEP, note)
+        more = own + others - (0 if stay else nbytes)
+        note = f"of updates on {WEIGHTS_AT_A_TIME} streams, beyond gradients"
+        yield case.item("temporaries", case.device, max(0, more), BACKWARD, note)
         if case.resolved.masters == "stochastic":
             note = "random numbers of a step"
             yield case.item("temporaries", case.device, 4 * NOISE_PERIOD, TRAINING, note)
