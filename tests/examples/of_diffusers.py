@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import inspect
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ SUMS = {
     "train_text_to_image_sdxl": "687972614c5a2bc3a130cad29adbbcfd",
 }
 """First half of the SHA-256 of the release's scripts, to which the changes apply."""
+_IMPORT = "from zerotune import EmbeddedPlan"
+_RUN = 'run = EmbeddedPlan(plan="ds_config.json", run=args)'
 
 
 def original(name: str, folder: Path) -> Path:
@@ -34,7 +38,18 @@ def original(name: str, folder: Path) -> Path:
     script = folder / f"{name}.py"
     script.write_bytes(found.read_bytes())
     digest = hashlib.sha256(script.read_bytes()).hexdigest()
-    assert digest[:32] == SUMS[name], "of another release"
+    assert digest[:32] == SUMS.get(name, digest[:32]), "of another release"
+    return script
+
+
+def embedded(name: str, folder: Path) -> Path:
+    """Copy a script of any release, and let a plan make its accelerator."""
+    script = original(name, folder)
+    made = "accelerator = Accelerator("
+    text = script.read_text()
+    assert text.count(made) == 1
+    head, tail = text.replace("import diffusers\n", f"import diffusers\n{_IMPORT}\n", 1).split(made)
+    script.write_text(f"{head}{_RUN}\n    accelerator = run.accelerator({tail}")
     return script
 
 
@@ -84,6 +99,8 @@ def run_of_diffusers(script: str, *calls: tuple[list[str], dict[str, Any]]) -> l
     accelerate.Accelerator.log = look_and_log
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
+    # The transforms of datasets are hashed by the module that defines them.
+    sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     for flags, plan in calls:
         if os.environ.get("RANK", "0") == "0":
@@ -92,8 +109,9 @@ def run_of_diffusers(script: str, *calls: tuple[list[str], dict[str, Any]]) -> l
         accelerate.state.GradientState._reset_state()
         os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
         # Some of the script's functions read ``args`` as a global, as it is when run as a program.
-        module.args = module.parse_args(flags)
-        module.main(module.args)
+        sys.argv = [script, *flags]
+        module.args = module.parse_args()
+        module.main(*[module.args][: len(inspect.signature(module.main).parameters)])
     return losses
 
 

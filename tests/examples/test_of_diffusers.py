@@ -13,6 +13,7 @@ import pytest
 from tests.examples.of_diffusers import (
     CHANGES,
     changed,
+    embedded,
     original,
     photos,
     run_of_diffusers,
@@ -130,3 +131,31 @@ def test_the_flux_lora_script_trains_saves_and_resumes_as_before(tmp_path):
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert (after[name] - tensor).norm() < 1e-3 * tensor.norm(), name
+
+
+OTHERS = {
+    "train_text_to_image": ("--train_data_dir",),
+    "train_text_to_image_lora": ("--rank", "2", "--train_data_dir"),
+    "train_dreambooth": ("--instance_prompt", "a b", "--instance_data_dir"),
+}
+
+
+@pytest.mark.deepspeed
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_plan_in_other_scripts_keeps_their_losses(name, tmp_path):
+    needs("datasets")
+    base = pipelines.sd15(tmp_path / "base")
+    photo = photos(tmp_path / "photos", captions=name != "train_dreambooth")
+    more = (*OTHERS[name], str(photo), "--checkpointing_steps", "9")
+    losses = []
+    for script in (original, embedded):
+        place, output = tmp_path / script.__name__, tmp_path / f"{script.__name__}-output"
+        place.mkdir()
+        given = flags(base, output, 3, *more)
+        if name == "train_dreambooth":  # Its images are not a dataset with a cache.
+            given = [each for each in given if "cache" not in each]
+        losses += run_ranks(run_of_diffusers, str(script(name, place)), (given, plan(HOST)))
+    assert len(losses[0]) >= 3
+    assert losses[1] == pytest.approx(losses[0], rel=5e-5)
+    assert f"`{name}.py`" in PAGE

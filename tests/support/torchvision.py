@@ -66,6 +66,14 @@ class RandomHorizontalFlip:
         return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirror else image
 
 
+class Lambda:
+    def __init__(self, function: Any):
+        self.function = function
+
+    def __call__(self, image: Any) -> Any:
+        return self.function(image)
+
+
 class ToTensor:
     def __call__(self, image: Image.Image) -> torch.Tensor:
         return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
