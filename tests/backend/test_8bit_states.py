@@ -9,7 +9,7 @@ import torch
 
 from tests.support.codes import Torch8BitAdam, encode
 from tests.support.ranks import ranks
-from zerotune.backend.master_weights import OptimizerStates
+from zerotune.backend.fragments import OptimizerStates
 from zerotune.backend.optimizers.classes import (
     BLOCK,
     AdamW8BitStates,

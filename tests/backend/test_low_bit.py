@@ -11,8 +11,8 @@ import torch
 from tests.support.needs import needs
 from tests.support.ranks import ranks
 from tests.support.runs import PLAIN, Case, start
+from zerotune.backend.fragments import OptimizerStates
 from zerotune.backend.low_bit import decode, encode
-from zerotune.backend.master_weights import OptimizerStates
 from zerotune.checkpoint import load_checkpoint, save_checkpoint
 from zerotune.errors import CheckpointError
 

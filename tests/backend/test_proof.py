@@ -17,9 +17,8 @@ import torch
 from tests.support.ranks import run_ranks
 from zerotune.backend import proof as proofs
 from zerotune.backend.distributed import ProcessGroup
-from zerotune.backend.host import engine as streaming
-from zerotune.backend.host import passes
-from zerotune.backend.host.engine import why_not_hosted
+from zerotune.backend.host import obstacles, passes
+from zerotune.backend.host.obstacles import why_not_hosted
 from zerotune.backend.proof import (
     PATHS,
     VARIABLE,
@@ -380,7 +379,7 @@ def test_the_host_engine_is_the_default_once_it_is_proven(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     op = SimpleNamespace(knows=lambda _: True)
-    monkeypatch.setattr(streaming, "load_host_step", lambda: op)
+    monkeypatch.setattr(obstacles, "load_host_step", lambda: op)
     card = Platform.synthetic("cuda", vram=2**34, ram=2**40)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
 
@@ -389,7 +388,7 @@ def test_the_host_engine_is_the_default_once_it_is_proven(
         settled = OptimizerResolver().apply(plan.resolve(platform=card, engine=engine))
         return why_not_hosted(settled, model)
 
-    monkeypatch.setattr(streaming, "find_units", lambda *_: [("0", model[0])])
+    monkeypatch.setattr(obstacles, "find_units", lambda *_: [("0", model[0])])
     in_host_memory = {"stage": 3, "offload_param": "cpu"}
     for plan in ({"stage": 2}, in_host_memory):
         assert "nothing is proven yet" in str(why_not(**plan))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoint.samples import sample_manifest
-from zerotune.backend.master_weights import StateFormat
+from zerotune.backend.fragments import StateFormat
 from zerotune.backend.optimizers.classes import AdamW8BitStates
 from zerotune.checkpoint.manifest import Manifest
 from zerotune.errors import CheckpointCorruptError, CheckpointError

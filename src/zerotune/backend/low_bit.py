@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from typing_extensions import override
 
-from zerotune.backend.master_weights import OptimizerStates, StateFormat
+from zerotune.backend.fragments import OptimizerStates, StateFormat
 from zerotune.errors import CheckpointError
 
 _MOMENTS: Final = {"exp_avg": "1", "exp_avg_sq": "2"}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 import attrs
 import torch
 
-from zerotune.backend.master_weights import StateFormat
+from zerotune.backend.fragments import StateFormat
 from zerotune.checkpoint.generators import GENERATOR_TEXT, capture_generators
 from zerotune.checkpoint.manifest import STATE_DTYPES
 from zerotune.checkpoint.tensors import WEIGHTS, Subject, TensorFile, TensorSpec
@@ -16,7 +16,7 @@ from zerotune.errors import CheckpointError
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
-    from zerotune.backend.master_weights import FragmentAddress, OptimizerStates
+    from zerotune.backend.fragments import FragmentAddress, OptimizerStates
 
 SHADOW: Final = "shadow/"
 

@@ -9,7 +9,7 @@ from typing import Final
 import attrs
 import torch
 
-from zerotune.backend.master_weights import StateFormat
+from zerotune.backend.fragments import StateFormat
 from zerotune.checkpoint.contents import Counters, Part, RankShare
 from zerotune.checkpoint.manifest import ParameterRecord
 from zerotune.checkpoint.tensors import WEIGHTS, Subject, TensorFile, TensorSpec, shard_name, split

@@ -16,7 +16,7 @@ import attrs
 from zerotune._util.files import reading_regular
 from zerotune._util.text import json_of
 from zerotune.backend.engine import EngineState
-from zerotune.backend.master_weights import StateFormat
+from zerotune.backend.fragments import StateFormat
 from zerotune.backend.optimizers.classes import CODEBOOKS, AdamW8BitStates
 from zerotune.errors import CheckpointCorruptError, CheckpointError, shorten
 

@@ -19,7 +19,7 @@ from zerotune.checkpoint.tensors import WEIGHTS, Subject, TensorReader
 from zerotune.errors import CheckpointCorruptError
 
 if TYPE_CHECKING:
-    from zerotune.backend.master_weights import EditableFragment, FragmentAddress
+    from zerotune.backend.fragments import EditableFragment, FragmentAddress
 
 _DECODED_AT_ONCE: Final = 2**20
 """Codes read and decoded at a time, a multiple of ``BLOCK``."""

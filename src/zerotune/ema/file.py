@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from zerotune._util.files import of_system
 from zerotune._util.text import format_size
-from zerotune.backend.master_weights import EMATensors
+from zerotune.backend.ema_update import EMATensors
 from zerotune.errors import EMAError
 from zerotune.plan.memory.costing import EMA_CHUNK, EMA_CHUNKS
 

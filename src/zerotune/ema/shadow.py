@@ -18,8 +18,8 @@ from typing_extensions import override
 from zerotune._util.table import Line, Page, Readable
 from zerotune._util.text import counted, format_size, listing, whole
 from zerotune.backend.deepspeed.external import master_weights_of
+from zerotune.backend.ema_update import EMAInMemory, EMATensors, EMAUpdate
 from zerotune.backend.engine import StartedEngine
-from zerotune.backend.master_weights import EMAInMemory, EMATensors, EMAUpdate
 from zerotune.backend.step_state import surely, uninterrupted
 from zerotune.ema.decay import DecaySchedule, as_schedule, decay_of_update
 from zerotune.ema.stores import ELEMENT_BYTES, StoredState, as_store, room_for
@@ -28,7 +28,8 @@ from zerotune.errors import EMAError, InvalidValueError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from zerotune.backend.master_weights import Fragment, MasterWeights
+    from zerotune.backend.fragments import Fragment
+    from zerotune.backend.master_weights import MasterWeights
     from zerotune.ema.stores import ShadowStore
 
 _CHECKED_UPDATES = 3

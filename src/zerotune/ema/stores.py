@@ -10,7 +10,7 @@ import attrs
 import torch
 from typing_extensions import override
 
-from zerotune.backend.master_weights import EMAInMemory, EMATensors
+from zerotune.backend.ema_update import EMAInMemory, EMATensors
 from zerotune.errors import InvalidValueError
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from zerotune.backend.checks import check_same_plan
 from zerotune.backend.compilation import Compilation, Compiled
 from zerotune.backend.deepspeed.engine import DeepSpeedEngine
 from zerotune.backend.distributed import ProcessGroup
-from zerotune.backend.host.engine import HostEngine, require_other_engine, why_not_hosted
+from zerotune.backend.host.engine import HostEngine
+from zerotune.backend.host.obstacles import require_other_engine, why_not_hosted
 from zerotune.backend.host.plain import PlainHostEngine, SharedPlainHostEngine
 from zerotune.backend.host.ranks import SharedHostEngine, why_not_together
 from zerotune.backend.launch import rank_and_world_size

@@ -168,7 +168,7 @@ def test_without_a_compiler_the_optimizer_stays_on_the_device(
     def unable() -> None:
         raise PlatformError("no compiler", fix="install g++")
 
-    monkeypatch.setattr("zerotune.backend.host.engine.load_host_step", unable)
+    monkeypatch.setattr("zerotune.backend.host.obstacles.load_host_step", unable)
     with begin() as engine:
         assert type(engine) is PlainEngine
         (said,) = (each for each in engine.decisions if "no compiler" in each.reason)

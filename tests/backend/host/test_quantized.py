@@ -22,8 +22,8 @@ from tests.backend.host.streaming import (
 )
 from tests.support.needs import needs
 from tests.support.ranks import ranks
-from zerotune.backend.host import engine as engines
-from zerotune.backend.host.engine import why_not_hosted
+from zerotune.backend.host import obstacles
+from zerotune.backend.host.obstacles import why_not_hosted
 from zerotune.ema import EMAShadow
 from zerotune.plan.context import Streaming
 from zerotune.plan.facts import ModelFacts
@@ -128,7 +128,7 @@ def test_other_quantized_bases_stay_on_the_device_with_a_reason(monkeypatch):
     facts = ModelFacts.from_module(make_model(RUN))
     frozen = next(each for each in facts.parameters if not each.trainable)
     facts = attrs.evolve(facts, parameters=(frozen.quantized("fp8"), *facts.parameters[1:]))
-    monkeypatch.setattr(engines.ModelFacts, "from_module", lambda _: facts)
+    monkeypatch.setattr(obstacles.ModelFacts, "from_module", lambda _: facts)
     plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="bf16")
     resolved = OptimizerResolver().apply(plan.resolve(streamed=True, world_size=1))
     assert why_not_hosted(resolved, make_model(RUN)) == (

@@ -19,7 +19,7 @@ from tests.backend.host.streaming import (
 )
 from tests.support.ranks import ranks
 from zerotune.backend.host import passes, steps
-from zerotune.backend.host.engine import why_not_hosted
+from zerotune.backend.host.obstacles import why_not_hosted
 from zerotune.backend.step.kernel import HostStepOp
 from zerotune.ema import EMAShadow
 from zerotune.errors import EngineError

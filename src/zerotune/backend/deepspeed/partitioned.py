@@ -12,12 +12,8 @@ from typing_extensions import override
 from zerotune.backend.deepspeed.mends import zero_unused
 from zerotune.backend.deepspeed.order import UseOrder
 from zerotune.backend.deepspeed.wrapper import OptimizerWrapper, Upstream, clear
-from zerotune.backend.master_weights import (
-    FragmentAddress,
-    MasterLayout,
-    ResidentLayout,
-    trainable_parameters,
-)
+from zerotune.backend.fragments import FragmentAddress
+from zerotune.backend.master_weights import MasterLayout, ResidentLayout, trainable_parameters
 from zerotune.decisions import Decision
 from zerotune.errors import EngineError
 

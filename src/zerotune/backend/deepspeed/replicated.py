@@ -9,13 +9,8 @@ import torch
 from typing_extensions import override
 
 from zerotune.backend.deepspeed.wrapper import OptimizerWrapper, Upstream
-from zerotune.backend.master_weights import (
-    FragmentAddress,
-    MasterLayout,
-    ParameterLayout,
-    ResidentLayout,
-    whole,
-)
+from zerotune.backend.fragments import FragmentAddress
+from zerotune.backend.master_weights import MasterLayout, ParameterLayout, ResidentLayout, whole
 from zerotune.decisions import Decision
 
 

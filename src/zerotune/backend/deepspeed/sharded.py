@@ -34,14 +34,8 @@ from zerotune.backend.deepspeed.wrapper import (
     clear,
 )
 from zerotune.backend.engine import GONE, gone
-from zerotune.backend.master_weights import (
-    FragmentAddress,
-    MasterLayout,
-    OptimizerStates,
-    Slab,
-    check_master,
-    full_shape,
-)
+from zerotune.backend.fragments import FragmentAddress, OptimizerStates, Slab
+from zerotune.backend.master_weights import MasterLayout, check_master, full_shape
 from zerotune.backend.stored import make_room, stored_weight, waiting
 from zerotune.decisions import Decision
 from zerotune.errors import EngineError

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, ClassVar, Final
 
 import torch
@@ -28,17 +28,8 @@ from zerotune.backend.checks import (
     share_buffers,
 )
 from zerotune.backend.deepspeed.engine import SCALER_FIELDS, replay_adam_steps
-from zerotune.backend.deepspeed.start import (
-    compiling,
-    join_checked,
-    pin_exactly,
-    read_weights,
-)
-from zerotune.backend.engine import (
-    CountingEngine,
-    EngineState,
-    StepOutcome,
-)
+from zerotune.backend.deepspeed.start import compiling, join_checked, pin_exactly, read_weights
+from zerotune.backend.engine import CountingEngine, EngineState, StepOutcome
 from zerotune.backend.host.gradients import (
     GradientPool,
     Gradients,
@@ -46,28 +37,14 @@ from zerotune.backend.host.gradients import (
     GradientsOnDevice,
 )
 from zerotune.backend.host.lanes import Lane
+from zerotune.backend.host.layout import HostLayout
 from zerotune.backend.host.passes import Passes
 from zerotune.backend.host.residency import HostCounts, Residency
 from zerotune.backend.host.steps import StreamedSteps
-from zerotune.backend.host.units import (
-    FlatOrder,
-    HostMemory,
-    Member,
-    Unit,
-    find_units,
-    make_units,
-)
+from zerotune.backend.host.units import FlatOrder, HostMemory, Member, Unit, find_units, make_units
 from zerotune.backend.host.updates import AdamOnHost, OptimizerOnDevice, Update
 from zerotune.backend.host.weights import StreamedWeight, release_weight, stream_weight
-from zerotune.backend.master_weights import (
-    EMAUpdate,
-    FragmentAddress,
-    MasterLayout,
-    MasterWeights,
-    Named,
-    OptimizerStates,
-    Slab,
-)
+from zerotune.backend.master_weights import MasterWeights, Named
 from zerotune.backend.op_builds import folder_decisions
 from zerotune.backend.optimizers.classes import AdamW8BitStates, AdamWBF16States
 from zerotune.backend.optimizers.client import (
@@ -78,31 +55,24 @@ from zerotune.backend.optimizers.client import (
     parameter_groups,
     scheduler_class,
 )
-from zerotune.backend.proof import prove_offload, why_unproven
-from zerotune.backend.step.adams import (
-    TORCH_VECTOR,
-    VECTOR,
-    Host8BitAdam,
-    torch_rounds_alike,
-)
+from zerotune.backend.proof import prove_offload
+from zerotune.backend.step.adams import TORCH_VECTOR, VECTOR
 from zerotune.backend.step.awaited import Awaited
 from zerotune.backend.step.kernel import HostStepOp, load_host_step
 from zerotune.backend.step.uses import ForeignUses
-from zerotune.backend.step_state import Stage, StepState
+from zerotune.backend.step_state import Stage
 from zerotune.decisions import Decision, announce
-from zerotune.errors import EngineError, OptimizerError, PlatformError
+from zerotune.errors import EngineError
 from zerotune.plan.context import Streaming
-from zerotune.plan.facts import ModelFacts, resident_units
+from zerotune.plan.facts import resident_units
 from zerotune.plan.memory.hosted import GRADIENTS_UNDER_WAY, gradient_buffers, gradients_stay
 from zerotune.plan.plan import ResolvedPlan
-from zerotune.plan.resolved import host_obstacle
 from zerotune.plan.sections import pins
 
 KEY = "streamed"
+
 _OF_ADAM = ("lr", "bias_correction", "betas", "eps", "weight_decay", "amsgrad")
-_STREAMED_STORAGES = {"nf4", "fp4", "int8"}
-"""Quantization formats of a frozen base that can be streamed; all others use special tensors."""
-_ROUNDS_OTHERWISE = "this build of torch rounds differently from the op host_step"
+
 _CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -725,231 +695,3 @@ def _replaced(member: Member) -> EngineError:
 def _capacity(streaming: Streaming, units: list[Unit]) -> int:
     """Bytes of device memory for streamed units."""
     return streaming.capacity([unit.nbytes for unit in units if not unit.resident])
-
-
-def _why_not_by_default(plan: ResolvedPlan) -> str | None:
-    """Why the host engine does not run a plan that does not ask for it; ``None`` if it does."""
-    if plan.platform.accelerator == "cpu" or not plan.uses_deepspeed:
-        return None
-    unproven = why_unproven("host engine", accelerator=plan.platform.accelerator)
-    asks = 'plan.resolve(engine="host") selects the host engine nevertheless'
-    return unproven and f"{unproven}; {asks}"
-
-
-def why_not_hosted(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
-    """Return why the host engine does not train a model; ``None`` if it does.
-
-    Args:
-        plan: The resolved plan, which must contain an optimizer.
-        model: The model to train.
-    """
-    if (obstacle := host_obstacle(plan)) is not None:
-        return obstacle
-    asked = plan.streamed or plan.engine == "host"
-    if not asked and (obstacle := _why_not_by_default(plan)) is not None:
-        return obstacle
-    choice = chosen_optimizer(plan)
-    if not plan.uses_deepspeed and (obstacle := _strided_weight(model)) is not None:
-        return obstacle
-    if not plan.is_resident and (obstacle := _why_not_streamed(plan, model)) is not None:
-        return obstacle
-    try:
-        op = load_host_step()
-    except PlatformError as error:
-        return f"the op host_step cannot be built: {error.reason}"
-    if plan.uses_deepspeed and not op.knows(DTYPES[plan.precision]):
-        return f"the compiler of the op host_step does not support {plan.precision}"
-    if choice.implementation == AdamWBF16States.__name__ and not torch_rounds_alike(op):
-        return _ROUNDS_OTHERWISE
-    return None
-
-
-def _strided_weight(model: torch.nn.Module) -> str | None:
-    """The obstacle of weights in another memory order, which units would make contiguous."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not parameter.is_contiguous():
-            return (
-                f"{name} is not contiguous; call model.to(memory_format=torch.contiguous_format) "
-                "before building the engine"
-            )
-    return None
-
-
-def _why_not_streamed(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
-    """Why a model's weights cannot be streamed; ``None`` if they can."""
-    kept = {p.storage for p in ModelFacts.from_module(model).parameters if p.storage}
-    if other := sorted(kept - _STREAMED_STORAGES):
-        return (
-            f"a base model in {', '.join(other)} stays on the device; bitsandbytes' weights "
-            "(nf4, fp4, int8) are streamed"
-        )
-    if not find_units(model, (plan.streaming or Streaming()).units):
-        return "the model has no repeated blocks; set Streaming(units=...) to the modules to stream"
-    return None
-
-
-def require_other_engine(plan: ResolvedPlan) -> None:
-    """Raise an error if only ``HostEngine`` supports the plan's optimizer.
-
-    Args:
-        plan: The resolved plan.
-
-    Raises:
-        OptimizerError: Only the host engine runs the optimizer.
-    """
-    if chosen_optimizer(plan).implementation == AdamW8BitStates.__name__:
-        raise OptimizerError(
-            "only the host engine runs this optimizer, but another engine runs the plan",
-            'resolve the plan with engine="host" or streamed=True, or use bitsandbytes\' AdamW8bit',
-            "optimizer.type",
-            AdamW8BitStates.__name__,
-        )
-
-
-# -- The master weights of streamed units: one slab per unit and parameter group.
-
-
-class HostLayout(MasterLayout):
-    """Layout of the host-memory master weights of a model whose weights are streamed.
-
-    Args:
-        units: The trained units.
-        optimizer: Optimizer that updates the slabs.
-        steps: Object that runs the updates.
-        state: The engine's state between steps.
-    """
-
-    def __init__(
-        self,
-        *,
-        units: Sequence[Unit],
-        optimizer: torch.optim.Optimizer,
-        steps: StreamedSteps,
-        state: StepState,
-    ) -> None:
-        self._units, self._steps, self._optimizer = units, steps, optimizer
-        self._state = state
-        coded = isinstance(optimizer, AdamW8BitStates)
-        self._coder = Host8BitAdam(op=load_host_step(), adam=optimizer) if coded else None
-        self._is_pass = isinstance(steps.update, AdamOnHost)
-        self._slabs = [slab for unit in units for slab in unit.slabs]
-        addresses = tuple(
-            FragmentAddress(
-                name=part.member.name,
-                shape=tuple(part.member.parameter.shape),
-                start=part.span.start,
-                numel=part.span.stop - part.span.start,
-                slab=index,
-                offset=part.offset,
-            )
-            for index, slab in enumerate(self._slabs)
-            for part in slab.parts
-        )
-        self._places: dict[str, tuple[Unit, Member]] = {
-            member.name: (unit, member) for unit in units for member in unit.members
-        }
-        self._versions = self._current_versions()
-        super().__init__(
-            addresses=addresses,
-            order=tuple(
-                (member.name, tuple(member.parameter.shape))
-                for slab in self._slabs
-                for member in slab.members
-            ),
-        )
-
-    @property
-    @override
-    def tensors(self) -> Sequence[torch.Tensor]:
-        return [slab.key for slab in self._slabs]
-
-    @override
-    def masters_of(self, address: FragmentAddress, part: slice) -> torch.Tensor:
-        first, stop, _ = part.indices(address.numel)
-        masters = self._slabs[address.slab].masters
-        return masters.read(slice(address.offset + first, address.offset + stop))
-
-    @override
-    def rounded(self, address: FragmentAddress, values: torch.Tensor) -> torch.Tensor:
-        return self._slabs[address.slab].masters.rounded(values)
-
-    @override
-    def settle(self) -> None:
-        self._steps.settle()
-
-    def _current_versions(self) -> dict[str, int]:
-        """Counts of writes by torch to units whose weights are a part of their masters."""
-        return {
-            unit.members[0].name: unit.host._version
-            for unit in self._units
-            if all(slab.masters.holds_weights for slab in unit.slabs)
-        }
-
-    @override
-    def written(self) -> str | None:
-        now = self._current_versions()
-        return next((name for name, before in self._versions.items() if now[name] != before), None)
-
-    @override
-    def begin_writing(self) -> None:
-        self._steps.begin_writing()
-
-    @override
-    @contextmanager
-    def reading(self, slab: int) -> Iterator[Slab]:
-        self._state.ask("read")
-        yield self._opened(slab)
-
-    @override
-    @contextmanager
-    def writing(self, slab: int) -> Iterator[Slab]:
-        # The old weights may be inconsistent: loading a checkpoint overwrites them.
-        opened = self._opened(slab)
-        try:
-            yield opened
-        finally:
-            self._slabs[slab].masters.write(opened.value)
-            opened.states.write_back()
-
-    def _opened(self, slab: int) -> Slab:
-        return Slab(value=self._slabs[slab].masters.read(), states=self.states_at_rest(slab))
-
-    @override
-    def states_at_rest(self, slab: int) -> OptimizerStates:
-        own = self._slabs[slab]
-        # Whole parameters have step counters of their own.
-        counts = own.counts if self._is_pass else None
-        return OptimizerStates(self._optimizer, own.key, coder=self._coder, counts=counts)
-
-    @override
-    def update_emas(self, updates: Sequence[EMAUpdate]) -> bool:
-        return self._steps.update_emas(updates)
-
-    @property
-    @override
-    def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        # Not kept, because a closed unit gives its memory back.
-        for name, (unit, member) in self._places.items():
-            yield name, member.parameter if unit.resident else unit.host
-
-    @override
-    def have_known_bits(self) -> Iterable[tuple[Collection[str], torch.Tensor]]:
-        for unit in self._steps.on_device:
-            yield [member.name for member in unit.members], unit.has_known_bits()
-
-    @override
-    def in_model(self, address: FragmentAddress) -> torch.Tensor | None:
-        unit, member = self._places[address.name]
-        if unit.resident and unit.is_current:
-            return member.parameter.data.reshape(-1)[address.start : address.stop]
-        held = any(slab.masters.holds_weights for slab in unit.slabs)
-        return None if held else unit.host[member.span][address.start : address.stop]
-
-    @override
-    def refresh(self) -> None:
-        for unit in self._units:
-            for slab in unit.slabs:
-                if not slab.masters.holds_weights:
-                    unit.host[slab.span].copy_(slab.masters.read())
-        self._steps.refresh()
-        self._versions = self._current_versions()

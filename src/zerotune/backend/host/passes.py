@@ -17,10 +17,10 @@ from queue import SimpleQueue
 
 import torch
 
+from zerotune.backend.ema_update import EMAUpdate
 from zerotune.backend.host.lanes import Copy, check_process
 from zerotune.backend.host.units import Unit, UnitPart
 from zerotune.backend.host.updates import Run, average
-from zerotune.backend.master_weights import EMAUpdate
 from zerotune.backend.step.kernel import HostStepOp
 
 

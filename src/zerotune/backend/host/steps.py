@@ -22,13 +22,13 @@ from typing import Any, cast
 import attrs
 import torch
 
+from zerotune.backend.ema_update import EMAUpdate
 from zerotune.backend.host.gradients import Gradients, Place
 from zerotune.backend.host.lanes import Copy, Lane
 from zerotune.backend.host.passes import Passes, UnitPass
 from zerotune.backend.host.residency import Residency
 from zerotune.backend.host.units import FlatOrder, Member, Unit, UnitPart
 from zerotune.backend.host.updates import Update
-from zerotune.backend.master_weights import EMAUpdate
 from zerotune.backend.step.awaited import Held, hold, release
 from zerotune.backend.step.kernel import HostStepOp
 from zerotune.backend.step.uses import CALL_COMPILED, COMPILED, VIEWED, ForeignUses

@@ -19,8 +19,8 @@ import torch
 from typing_extensions import override
 
 from zerotune.backend.accelerator import accelerator_of
+from zerotune.backend.ema_update import EMAInMemory, EMAUpdate
 from zerotune.backend.host.units import FlatOrder, HostMemory, Unit, UnitPart, UnitSlab
-from zerotune.backend.master_weights import EMAInMemory, EMAUpdate
 from zerotune.backend.optimizers.classes import noise_bits, noise_key
 from zerotune.backend.optimizers.client import STOPPED
 from zerotune.backend.step.adams import SlabStep, move_into, moved, stepper_of

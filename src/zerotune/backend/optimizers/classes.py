@@ -17,7 +17,7 @@ from torch.optim.adamw import adamw
 from typing_extensions import override
 
 from zerotune.backend.accelerator import accelerator_of
-from zerotune.backend.master_weights import StateFormat
+from zerotune.backend.fragments import StateFormat
 from zerotune.plan.memory.hosted import NOISE_PERIOD
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ import attrs
 import torch
 
 from zerotune._util.files import write_atomically
-from zerotune.backend.master_weights import EMAUpdate
+from zerotune.backend.ema_update import EMAUpdate
 from zerotune.backend.op_builds import BuildLock, build_folder, building, built_library
 from zerotune.backend.op_causes import naming_the_cause
 from zerotune.backend.ops import OpState, OpStatus, missing_compiler, missing_ninja

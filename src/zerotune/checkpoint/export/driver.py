@@ -32,7 +32,8 @@ from zerotune.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
-    from zerotune.backend.master_weights import Fragment, MasterWeights
+    from zerotune.backend.fragments import Fragment
+    from zerotune.backend.master_weights import MasterWeights
 
 SHARD_SIZE: Final = 10 * 2**30
 """Maximum bytes of tensor data per file, as in diffusers."""
