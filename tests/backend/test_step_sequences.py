@@ -99,6 +99,7 @@ KINDS: Final = {
         **DEEPSPEED,
         is_lost=True,
         freezes=False,
+        needs_last=True,
         needs_own_forward=True,
     ),
     "attached z2": Kind(
@@ -403,7 +404,7 @@ class Pair:
             return
         self.losses.clear()
         weight = self.engine.module.out.weight
-        if self.kind.stage == 3:
+        if not weight.numel():
             self.do(False, lambda: weight.data.mul_(0.9), raises=EngineError)
             self.do(False, lambda: setattr(weight, "data", torch.ones(2)), raises=EngineError)
         elif not self.kind.stage:
@@ -417,10 +418,8 @@ class Pair:
             weight.data.mul_(0.9)
             if self.torch.is_last and self.torch.at == "backward":
                 self.do(False, self.loop.step, raises=EngineError)
-            weight.data.div_(0.9)
-            with torch.no_grad():
-                # Rounded twice.
-                weight.copy_(self.master_of("out.weight"))
+            # Division would round again.
+            weight.data.copy_(self.master_of("out.weight"))
 
     def master_of(self, name: str) -> torch.Tensor:
         return dict(self.engine.master_weights.gather())[name]
@@ -510,6 +509,8 @@ def run_kind(name: str, count: int) -> None:
     @example(accumulation=1, calls=["forward", "backward", "clear_gradients", "clear_gradients"])
     @example(accumulation=2, calls=["train", "train", "leave_out", "train", "leave_out", "train"])
     @example(accumulation=2, calls=["train", "freeze", "leave_out", "clear_gradients", "train"])
+    @example(accumulation=2, calls=[*["train"] * 3, "leave_out", "train"])
+    @example(accumulation=1, calls=[*["train"] * 3, "evaluate", "write_data", "train"])
     def sequences(accumulation: int, calls: list[str]) -> None:
         play(name, accumulation, calls)
 
