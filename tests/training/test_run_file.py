@@ -101,6 +101,23 @@ def test_a_missing_folder_of_images_is_reported_before_the_model_is_read(tmp_pat
         train(RunFile.load(written(tmp_path, {**RUN, "model": "nowhere"})))
 
 
+@pytest.mark.parametrize(
+    ("setting", "line"), [({}, "line 4: data.folder"), ({"plan": "plan.yaml"}, "line 6: plan")]
+)
+def test_what_the_run_does_not_find_is_named_with_the_line_of_the_setting(tmp_path, setting, line):
+    path = written(tmp_path, yaml.safe_dump({**RUN, **setting}, sort_keys=False))
+    with pytest.raises(ZeroTuneError, match=f"run.yaml, {line} "):
+        train(RunFile.load(path))
+
+
+def test_a_model_that_is_nowhere_is_named_with_the_line_of_the_setting(tmp_path):
+    path = written(tmp_path, {**RUN, "model": str(tmp_path / "nowhere")})
+    (tmp_path / "photos").mkdir()
+    Image.new("RGB", (64, 64)).save(tmp_path / "photos" / "a.png")
+    with pytest.raises(ZeroTuneError, match=r"run.yaml, line \d+: model .*nowhere"):
+        train(RunFile.load(path))
+
+
 def test_the_plan_is_written_or_named_or_advised(tmp_path):
     run = RunFile.load(written(tmp_path, {**RUN, "overrides": {"optimizer.params.lr": 3e-4}}))
     plan = run.chosen_plan()

@@ -44,12 +44,13 @@ def train(run: RunFile) -> Report:
     name, dtype = ("adapters", "fp32") if run.adapters else ("pipeline", "bf16")
     check_replaceable(run.place / name)
     plan, images = run.chosen_plan(), _images(run)
-    loaded = load_pretrained(
-        run.source(),
-        plan=plan.plan if isinstance(plan, Advice) else plan,
-        family=run.family,
-        quantization=_quantization(run),
-    )
+    with run.naming("model", "source"):
+        loaded = load_pretrained(
+            run.source(),
+            plan=plan.plan if isinstance(plan, Advice) else plan,
+            family=run.family,
+            quantization=_quantization(run),
+        )
     data = _encoded(run, loaded, images)
     recompute = "auto" if run.gradient_checkpointing is None else run.gradient_checkpointing
     with Trainer(
@@ -108,8 +109,10 @@ def _images(run: RunFile) -> PreparedImages:
     data = run.data or Data()
     side = data.resolution or DEFAULT_SIDE
     dropout = 0.1 if data.caption_dropout is None else data.caption_dropout
+    with run.naming("data.folder", "root"):
+        images = ImageFolder(run.folder / str(data.folder))
     return PreparedImages(
-        ImageFolder(run.folder / str(data.folder)),
+        images,
         buckets=AspectBuckets(area=side**2, step=data.step or min(64, max(1, side // 4))),
         augmentation=Augmentation(caption_dropout=dropout),
     )

@@ -7,8 +7,9 @@ would create, and ``examples/finetune.py`` is that script.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final, cast
 
@@ -216,6 +217,8 @@ class RunFile(Section):
     """Folder of the file, from which its paths start."""
     decisions: tuple[Decision, ...] = ()
     """How values were read that are written otherwise."""
+    written: Mapping[str, str] = attrs.field(factory=dict, eq=False, repr=False)
+    """Settings by their path, each as errors name it: with the file and the line."""
 
     required: ClassVar[tuple[str, ...]] = ("model", "data.folder", "steps")
 
@@ -256,11 +259,32 @@ class RunFile(Section):
                 log.refuse(InvalidValueError("is missing", "add it to the file", key))
         if run is not None and run.is_advised:
             _check_advised(run, log)
+        written = {key: f"{file}, line {line}: {key}" for key, line in _lines(text, file).items()}
         if run is None or log.mistakes:
-            lines = _lines(text, file)
-            raise_all([_with_line(each, file, lines) for each in log.mistakes])
+            raise_all(
+                [
+                    each.called(written[each.key]) if each.key in written else each
+                    for each in log.mistakes
+                ]
+            )
             raise PlanFileError("contains no settings", key="file", value=str(file))
-        return attrs.evolve(run, folder=file.absolute().parent, decisions=tuple(log.decisions))
+        told, folder = tuple(log.decisions), file.absolute().parent
+        return attrs.evolve(run, folder=folder, decisions=told, written=written)
+
+    @contextlib.contextmanager
+    def naming(self, key: str, argument: str) -> Iterator[None]:
+        """Let errors about an argument name the setting that it comes from, with its line.
+
+        Args:
+            key: Path of the setting.
+            argument: Key of the errors.
+        """
+        try:
+            yield
+        except ZeroTuneError as error:
+            if error.key != argument:
+                raise
+            raise error.called(self.written.get(key, key)) from error
 
     @property
     def place(self) -> Path:
@@ -284,7 +308,8 @@ class RunFile(Section):
         if isinstance(self.plan, Mapping):
             plan = DeepSpeedPlan.from_dict(self.plan, source="plan")
         else:
-            plan = DeepSpeedPlan.load(self.folder / str(self.plan))
+            with self.naming("plan", "file"):
+                plan = DeepSpeedPlan.load(self.folder / str(self.plan))
         return plan.with_overrides(self.overrides) if self.overrides else plan
 
     def _advice(self) -> Advice:
@@ -388,11 +413,6 @@ def _lines(text: str, path: Path) -> Mapping[str, int]:
         elif "=" in head:
             found[section + head.partition("=")[0].strip()] = number
     return found
-
-
-def _with_line(error: ZeroTuneError, path: Path, lines: Mapping[str, int]) -> ZeroTuneError:
-    line = lines.get(error.key or "")
-    return error if line is None else error.called(f"{path}, line {line}: {error.key}")
 
 
 def schema(section: type[Section] = RunFile) -> dict[str, Any]:
