@@ -33,6 +33,7 @@ class Sized:
         self.nbytes, self.trained, self.resident = nbytes, trained, resident
         self.is_here, self.loaded, self.loading, self.written = False, None, None, None
         self.calls, self.version, self.moved, self.in_place = 0, 0, 0, False
+        self.slabs = ()
 
     @property
     def current(self):

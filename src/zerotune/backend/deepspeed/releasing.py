@@ -119,7 +119,9 @@ class WeightReleases:
             order: What compares them.
         """
         self._shared = order
-        self._names = {each.ds_id: name for name, each in self._root.named_modules()}
+        # DeepSpeed gives modules inside a leaf module no id: it calls only the leaf's hooks.
+        modules = self._root.named_modules()
+        self._names = {each.ds_id: name for name, each in modules if hasattr(each, "ds_id")}
         order.watch()
 
     def _use(self, module: Any, *, end: bool = False) -> None:
