@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from tests.support.ranks import ranks, run_ranks
 from tests.support.runs import Case, build, start
+from zerotune.backend.roll_call import LOOK_S
 from zerotune.errors import CollectiveError, EngineError
 from zerotune.plan.plan import DeepSpeedPlan
 
@@ -150,3 +153,53 @@ def test_ranks_that_call_other_modules_train_alike_or_are_refused(
         wanted = r"order .*rank 0: '[^']*', rank 1: '[^']*'.*same order on every rank"
         with pytest.raises(CollectiveError, match=wanted):
             one_step(engine)
+
+
+class Failing(Turned):
+    """Raises an error at the end of its forward pass."""
+
+    fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        if self.fails:
+            raise ValueError("not finite")
+        return x
+
+
+@ranks(2, timeout_s=120)
+def test_ranks_may_skip_a_batch_that_failed_on_one_of_them() -> None:
+    model = Failing("abc")
+    with start(Case(stage=3), model) as engine:
+        model.fails = os.environ["RANK"] == "1"
+        with pytest.raises(ValueError, match="finite") if model.fails else contextlib.nullcontext():
+            engine(torch.ones(4, 8))
+        model.fails = False
+        one_step(engine)
+        one_step(engine)
+
+
+class Slow(Turned):
+    """Waits on rank 1 after each of its modules, longer than ranks look at each other."""
+
+    pause_s = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts.values():
+            x = part(x).tanh()
+            time.sleep(self.pause_s if os.environ["RANK"] == "1" else 0)
+        return x
+
+
+@ranks(2, timeout_s=200)
+def test_ranks_of_stage_3_wait_for_a_slow_one() -> None:
+    model = Slow("abc")
+    with start(Case(stage=3), model) as engine:
+        one_step(engine)
+        model.pause_s = 3 * LOOK_S
+        for _ in range(2):
+            loss = engine(torch.ones(4, 8)).square().mean()
+            time.sleep(model.pause_s * (os.environ["RANK"] == "0"))
+            engine.backward(loss)
+            engine.step()
+            time.sleep(model.pause_s * (os.environ["RANK"] == "1"))

@@ -13,6 +13,7 @@ from tests.backend.acts import Net
 from tests.backend.test_step_state import loss_of, masters, same, start, train
 from tests.support.ranks import ranks
 from tests.support.runs import build
+from zerotune.backend.deepspeed.external import master_weights_of
 from zerotune.errors import EngineError
 from zerotune.plan.plan import DeepSpeedPlan
 
@@ -159,8 +160,25 @@ def test_stage_3_refuses_weights_in_modules_that_it_does_not_gather_them_for(
         assert same(engine, reference)
 
 
-def test_data_are_torchs_own_again_when_no_engine_is_left() -> None:
+def test_reads_of_the_data_of_a_partitioned_weight_are_allowed() -> None:
+    with start("z3") as engine, start("z3") as reference:
+        for each in engine.module.parameters():
+            assert not each.data.requires_grad_(False).requires_grad
+            assert list(each.data.bool()) == list(~each.data.bool()) == []
+        assert train(engine, 0) == train(reference, 0)
+
+
+def test_data_are_torchs_own_again_when_no_engine_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     with start("z1") as engine:
         assert "data" in vars(torch.nn.Parameter)
         train(engine, 0)
-    assert "data" not in vars(torch.nn.Parameter)
+        owned = master_weights_of(engine.deepspeed_engine)
+    assert "data" not in vars(torch.nn.Parameter), owned
+
+    def fail(_: Any) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(type(engine), "_checks", fail)
+    with pytest.raises(OSError, match="no room") as kept:
+        start("z1")
+    assert "data" not in vars(torch.nn.Parameter), kept

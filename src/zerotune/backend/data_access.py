@@ -18,6 +18,8 @@ from zerotune.errors import EngineError
 _DATA: Final[Any] = torch.Tensor.data
 _OWN: Final = ("deepspeed.", "zerotune.")
 """Packages that may use the data of weights."""
+_READS: Final = ("__iter__", "__int__", "__index__", "__invert__", "requires_grad_")
+"""Functions with a name like those that write."""
 
 
 class DataAccess:
@@ -129,8 +131,9 @@ class PartitionedData(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        dunder = name.startswith("__i") or name == "__setitem__"
-        if dunder or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs:
+        writes = name.startswith("__i") or name == "__setitem__"
+        writes |= name.endswith("_") and not name.endswith("__")
+        if (writes and name not in _READS) or "out" in kwargs:
             weights = (getattr(each, "weight", None) for each in (*args, *kwargs.values()))
             raise _without_effect(next(filter(None, weights), "*"), name)
         with torch._C.DisableTorchFunctionSubclass():

@@ -441,6 +441,7 @@ class StartedEngine(Engine):
                 trained, masters=self._without_grad, sums_in_place=self._sums_in_place
             )
         self.resources.callback(self._step_state.unwatch)
+        self._master_weights.watch()
         self.resources.callback(self._master_weights.close)
         # The weights have been copied to their final place; at stage 3, copies one by one, in
         # blocks that training would not reuse.

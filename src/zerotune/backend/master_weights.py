@@ -176,7 +176,7 @@ class MasterWeights:
         self._written_in_place()
         self._doubtful = set[str]()
         """Names of weights that other code may have written since they were last compared."""
-        self._access = DataAccess(layout.watched)
+        self._access = DataAccess(())
         self._group = group
         self._device = device
         self.emas: WeakSet[EMA] = WeakSet()
@@ -215,6 +215,10 @@ class MasterWeights:
     def numel(self) -> int:
         """Number of elements of this rank's fragments."""
         return sum(address.numel for address in self.addresses)
+
+    def watch(self) -> None:
+        """Until ``close``, notice that other code uses the data of the model's weights."""
+        self._access = DataAccess(self._layout.watched)
 
     def close(self) -> None:
         """Record that the engine is closed."""

@@ -493,6 +493,7 @@ class AttachedEngine(ZeROEngine):
         trained = [parameter for _, parameter in named]
         self._step_state.watch(trained, sums_in_place=self._sums_in_place)
         self.resources.callback(self._step_state.unwatch)
+        self._master_weights.watch()
         self.resources.callback(self._master_weights.close)
         self._follow_trainer()
         if plan.stage == 3:

@@ -6,6 +6,7 @@ use them in different orders, it mixes different weights, or a rank waits for ev
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import json
@@ -33,7 +34,8 @@ class UseOrder:
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
         self._used: list[str] = []
-        self._passes = 0
+        self.passes = 0
+        """Number of forward passes that this rank has begun, so that failed ones count too."""
         self._over = threading.Event()
         self._thread: Any = None
 
@@ -59,16 +61,19 @@ class UseOrder:
 
     def begin(self) -> None:
         """Record that a forward pass begins, which every rank runs."""
-        self._passes, self._used = self._passes + 1, []
+        self.passes, self._used = self.passes + 1, []
 
     def watch(self) -> None:
         """Until ``close``, look for differences whenever this rank makes no progress in a pass."""
         self._group.explain = self.find
         self._thread = threading.Thread(target=self._watch, name="zerotune-order", daemon=True)
         self._thread.start()
+        # A thread that comes back from the store while Python ends would abort the process.
+        atexit.register(self.close)
 
     def close(self) -> None:
         """Stop watching. Repeatable."""
+        atexit.unregister(self.close)
         self._over.set()
         if self._thread is not None:
             self._thread.join(ANSWER_S)
@@ -77,7 +82,7 @@ class UseOrder:
     def _watch(self) -> None:
         before, still = (0, 0), 0
         while not self._over.wait(LOOK_S):
-            now = self._passes, len(self._used)
+            now = self.passes, len(self._used)
             still, before = still + 1 if now == before else 0, now
             if still >= _STILL and now[1] and self.find() is not None:
                 self._group.abort()
@@ -89,7 +94,7 @@ class UseOrder:
         Args:
             patience: Seconds to wait for ranks that have not shown what they used.
         """
-        own, deadline = [self._passes, self._used], time.monotonic() + patience
+        own, deadline = [self.passes, self._used], time.monotonic() + patience
         while True:
             with contextlib.suppress(RuntimeError):
                 shown = self._group.show("/used", json.dumps(own))

@@ -97,7 +97,6 @@ class WeightReleases:
         self._recomputing = False
         self._shared: UseOrder | None = None
         self._names: dict[int, str] = {}
-        self._passes = 0
         self._count = itertools.count()
         self._order: dict[int, int] = {}
         """When each module was last called in a forward pass."""
@@ -113,7 +112,7 @@ class WeightReleases:
                 optimizer._grad_acc_hooks.append(came)
 
     def compare_order(self, order: UseOrder) -> None:
-        """Compare the ranks' modules, in some forward passes before weights are gathered.
+        """Compare the ranks' modules, in some passes before weights are gathered.
 
         Args:
             order: What compares them.
@@ -124,17 +123,12 @@ class WeightReleases:
         self._names = {each.ds_id: name for name, each in modules if hasattr(each, "ds_id")}
         order.watch()
 
-    def _use(self, module: Any, *, end: bool = False) -> None:
-        if self._shared is None or not torch.is_grad_enabled():
-            return
-        if module is self._root and not end:
-            self._shared.begin()
-        if end or self._weights.get(module.ds_id):
-            name = "the end of the model" if end else self._names[module.ds_id]
+    def _use(self, module: Any, where: str = "") -> None:
+        if self._shared is not None and self._weights.get(module.ds_id):
+            name = self._names[module.ds_id] + where
             self._shared.note(name)
-            if self._passes % _ORDER_EVERY == 0:
+            if self._shared.passes % _ORDER_EVERY == 1:
                 self._shared.check([name])
-        self._passes += end
 
     def _begin_forward(self, original: _Hook, module: Any) -> None:
         backward = torch._C._current_graph_task_id()
@@ -142,7 +136,10 @@ class WeightReleases:
             if module is self._root:
                 self._give_up_interrupted()
             self._order[module.ds_id] = next(self._count)
-            self._use(module)
+            if torch.is_grad_enabled():
+                if module is self._root and self._shared is not None:
+                    self._shared.begin()
+                self._use(module)
         elif self._weights.get(module.ds_id):
             if backward not in self._kept:
                 engine: Any = torch.autograd.Variable._execution_engine
@@ -168,11 +165,8 @@ class WeightReleases:
 
     def _end_forward(self, original: _Hook, module: Any) -> None:
         weights = self._weights.get(module.ds_id)
-        if torch._C._current_graph_task_id() != -1:
-            if weights:
-                self._keep(module, weights)
-        elif module is self._root:
-            self._use(module, end=True)
+        if weights and torch._C._current_graph_task_id() != -1:
+            self._keep(module, weights)
         original(module)
 
     def _give_up_after(self, module: Any, backward: int) -> None:
@@ -210,8 +204,7 @@ class WeightReleases:
 
     def _begin_backward(self, original: _Hook, module: Any) -> None:
         self._recomputing = False
-        if self._shared is not None and self._weights.get(module.ds_id):
-            self._shared.note(f"{self._names[module.ds_id]} in backward")
+        self._use(module, " in backward")
         self._end_running()
         original(module)
         if type(module) in _ONE_OPERATION:
