@@ -261,7 +261,12 @@ def value_at(config: Any, path: str, unset: Any = UNSET) -> Any:
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield path and value of each setting in nested mappings; an empty mapping is one too."""
+    """Yield path and value of each setting in nested mappings; an empty mapping is one too.
+
+    Args:
+        value: The mappings, or a single setting.
+        path: Path of ``value``.
+    """
     if isinstance(value, Mapping) and value:
         for name, item in value.items():
             yield from leaves(item, join(path, str(name)))
