@@ -148,7 +148,8 @@ def both_names(key: str, written: str | None) -> tuple[str, str]:
         return readable(key), ""
     # A command's option has a hyphen for each underscore of the key.
     bare = written[2:].replace("-", "_") if written.startswith("--") else written.lstrip("-")
-    alike = f".{bare}".endswith(f".{key.removeprefix('launch.')}")
+    # Other names begin with a file and its line, or with an option.
+    alike = f".{bare.rpartition(' ')[2]}".endswith(f".{key.removeprefix('launch.')}")
     return readable(written), "" if alike else f" ({readable(key)})"
 
 

@@ -18,7 +18,9 @@ from tests.support import pipelines
 from tests.support.ranks import run_ranks
 from zerotune import cli
 from zerotune.checkpoint import latest_checkpoint
+from zerotune.errors import ZeroTuneError
 from zerotune.plan import Streaming
+from zerotune.training.run_file import RunFile
 from zerotune.training.trainer import Trainer
 
 
@@ -94,6 +96,24 @@ def test_adapters_train_on_two_ranks_under_an_advised_plan(run_file):
 def test_a_file_asks_for_streamed_weights(run_file):
     options = ("--set", "streamed.window=2", "--set", "steps=1", "--set", "plan.bf16.enabled=true")
     assert run_ranks(streamed_as, str(run_file), *options) == [Streaming(window=2)]
+
+
+@pytest.mark.deepspeed
+def test_units_that_the_model_lacks_are_named_with_their_line(run_file):
+    content = yaml.safe_load(run_file.read_text())
+    content["plan"] |= {"bf16": {"enabled": True}}
+    text = yaml.safe_dump({"streamed": {"units": ["Foo"]}, **content}, sort_keys=False)
+    run_file.write_text(text)
+    (said,) = run_ranks(failure, str(run_file))
+    assert "run.yaml, line 2: streamed.units = 'Foo': " in said
+
+
+def failure(path):
+    from zerotune.training.run import train
+
+    with pytest.raises(ZeroTuneError) as raised:
+        train(RunFile.load(path))
+    return str(raised.value)
 
 
 def streamed_as(*arguments):

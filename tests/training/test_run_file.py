@@ -74,6 +74,27 @@ def test_every_mistake_is_reported_with_its_line(tmp_path):
     assert any("data.folder: is missing" in each for each in found)
 
 
+def test_mistakes_of_an_inline_plan_and_of_overrides_are_reported_with_their_lines(tmp_path):
+    plan = {"zero_optimization": {"stag": 2}, "steps_per_print": "often"}
+    path = written(tmp_path, yaml.safe_dump({**RUN, "plan": plan}, sort_keys=False))
+    with pytest.raises(ZeroTuneError) as raised:
+        RunFile.load(path).chosen_plan()
+    found = [str(each) for each in raised.value.each()]
+    assert any("line 8: plan.zero_optimization.stag = 2: " in each for each in found), found
+    assert any("line 9: plan.steps_per_print = 'often': " in each for each in found), found
+    content = {**RUN, "plan": {}, "overrides": {"zero_optimization.stage": 7}}
+    path = written(tmp_path, yaml.safe_dump(content, sort_keys=False))
+    with pytest.raises(ZeroTuneError, match=r"line \d+: overrides\.zero_optimization\.stage = 7: "):
+        RunFile.load(path).chosen_plan()
+
+
+def test_mistakes_of_the_command_do_not_name_a_line_of_the_file(tmp_path):
+    with pytest.raises(ZeroTuneError, match=r"^--set data.step = 'a': "):
+        RunFile.load(written(tmp_path), overrides=["data.step=a"])
+    with pytest.raises(ZeroTuneError, match=r"^data.step = 'a': "):
+        RunFile.load(written(tmp_path), overrides=["data={step: a, folder: photos}"])
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no tomllib")
 def test_mistakes_in_toml_have_lines_too(tmp_path):
     text = 'model = "x"\nsteps = 5\n\n[data]\nfolder = "photos"\nresolution = "big"\n'

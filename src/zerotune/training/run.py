@@ -53,18 +53,21 @@ def train(run: RunFile) -> Report:
         )
     data = _encoded(run, loaded, images)
     recompute = "auto" if run.gradient_checkpointing is None else run.gradient_checkpointing
-    with Trainer(
-        model=loaded,
-        plan=plan,
-        data=data,
-        ema=run.ema,
-        seed=run.seed or 0,
-        activations=ActivationOffload() if run.activation_offload else None,
-        gradient_checkpointing=recompute,  # type: ignore[arg-type]
-        streamed=run.streamed,
-        update=cast(UpdateName | None, run.update),
-        callbacks=_callbacks(run),
-    ) as trainer:
+    with (
+        run.naming("streamed.units", "streamed.units"),
+        Trainer(
+            model=loaded,
+            plan=plan,
+            data=data,
+            ema=run.ema,
+            seed=run.seed or 0,
+            activations=ActivationOffload() if run.activation_offload else None,
+            gradient_checkpointing=recompute,  # type: ignore[arg-type]
+            streamed=run.streamed,
+            update=cast(UpdateName | None, run.update),
+            callbacks=_callbacks(run),
+        ) as trainer,
+    ):
         if checkpoint := latest_checkpoint(run.place / "checkpoints"):
             trainer.resume(checkpoint)
         report = trainer.fit(steps=int(run.steps or 0))

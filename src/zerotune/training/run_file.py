@@ -260,6 +260,9 @@ class RunFile(Section):
         if run is not None and run.is_advised:
             _check_advised(run, log)
         written = {key: f"{file}, line {line}: {key}" for key, line in _lines(text, file).items()}
+        for replaced in (each.partition("=")[0].strip() for each in overrides):
+            kept = {k: v for k, v in written.items() if not f"{k}.".startswith(f"{replaced}.")}
+            written = {**kept, replaced: f"--set {replaced}"}
         if run is None or log.mistakes:
             raise_all(
                 [
@@ -286,6 +289,20 @@ class RunFile(Section):
                 raise
             raise error.called(self.written.get(key, key)) from error
 
+    @contextlib.contextmanager
+    def _below(self, section: str) -> Iterator[None]:
+        """Let errors about settings of a section name these as the file does, with their lines."""
+        try:
+            yield
+        except ZeroTuneError as error:
+            names = [f"{section}.{each.written or each.key}" for each in error.each()]
+            raise_all(
+                [
+                    each.called(self.written[name]) if name in self.written else each
+                    for name, each in zip(names, error.each(), strict=True)
+                ]
+            )
+
     @property
     def place(self) -> Path:
         """Folder for everything that the run writes."""
@@ -306,11 +323,13 @@ class RunFile(Section):
         if self.is_advised:
             return self._advice()
         if isinstance(self.plan, Mapping):
-            plan = DeepSpeedPlan.from_dict(self.plan, source="plan")
+            with self._below("plan"):
+                plan = DeepSpeedPlan.from_dict(self.plan, source="plan")
         else:
             with self.naming("plan", "file"):
                 plan = DeepSpeedPlan.load(self.folder / str(self.plan))
-        return plan.with_overrides(self.overrides) if self.overrides else plan
+        with self._below("overrides"):
+            return plan.with_overrides(self.overrides) if self.overrides else plan
 
     def _advice(self) -> Advice:
         model = self._model()
