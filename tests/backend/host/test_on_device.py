@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import attrs
 import pytest
@@ -94,7 +95,7 @@ def test_weights_that_are_not_finite_stay_so_when_rounded_at_random():
     assert masters.weight[2] == float("inf")
 
 
-def test_the_noise_of_a_weight_depends_on_the_step_and_its_place_in_the_group():
+def test_the_noise_of_a_weight_depends_on_the_step_and_its_place_in_the_group(monkeypatch):
     def make(groups):
         return torch.optim.SGD(groups, lr=0.1)
 
@@ -118,6 +119,12 @@ def test_the_noise_of_a_weight_depends_on_the_step_and_its_place_in_the_group():
     assert torch.equal(torch.cat(pieces), whole)
     for other in (noise(7, 1000, taken=4), noise(7, 1000, group=1), noise(8, 1000)):
         assert float((other == whole[:1000]).double().mean()) < 0.01
+    assert torch.equal(noise(7, 1000), whole[:1000])
+    # Too little memory for those of another step leaves none of this step either.
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "arange", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            noise(7, 1000, taken=4)
     assert torch.equal(noise(7, 1000), whole[:1000])
 
 

@@ -332,8 +332,8 @@ class OptimizerOnDevice(Update):
 
     def _draw(self, taken: int) -> None:
         """Draw the random numbers of a step."""
-        # Before the memory of the next ones is allocated.
-        self._noise = torch.empty(0)
+        # Before the memory of the next ones is allocated, for which there may be too little.
+        self._noise, self._drawn_for = torch.empty(0), -1
         at = torch.arange(NOISE_PERIOD, dtype=torch.int32, device=self._device)
         # In parts, of which each needs memory for another copy.
         for part in torch.split(at, _DRAWN_AT_ONCE):
