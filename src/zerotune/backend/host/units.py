@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -261,7 +262,7 @@ class Unit:
         """Number of running calls of the unit, forward or backward."""
         self.version = 0
         """Number of updates of the weights in host memory, by steps and edits."""
-        self._sums = torch.empty(0)
+        self._sums: torch.Tensor | None = None
 
     def _slabs(self, order: FlatOrder, memory: HostMemory, kind: MastersName) -> Iterator[UnitSlab]:
         for group in dict.fromkeys(member.group for member in self.members):
@@ -304,14 +305,20 @@ class Unit:
         self._sums = self._sum_bits()
 
     def has_known_bits(self) -> torch.Tensor:
-        """Return whether nobody has written the weights on the device since ``know_bits``."""
-        return (self._sum_bits() == self._sums).all().view(1)
+        """Return whether it is certain that nobody has written the weights since ``know_bits``."""
+        now = self._sum_bits()
+        if now is None or self._sums is None:
+            return torch.zeros(1, dtype=torch.bool)
+        return (now == self._sums).all().view(1)
 
-    def _sum_bits(self) -> torch.Tensor:
+    def _sum_bits(self) -> torch.Tensor | None:
         words = self.flat.view(torch.int64)
         whole = len(words) // _ROW * _ROW
-        rows = words[:whole].view(-1, _ROW).sum(1)
-        return torch.cat([rows, words[whole:].sum(0, keepdim=True)])
+        # The script's pass may have left no memory, which is no reason to fail here.
+        with contextlib.suppress(torch.OutOfMemoryError):
+            rows = words[:whole].view(-1, _ROW).sum(1)
+            return torch.cat([rows, words[whole:].sum(0, keepdim=True)])
+        return None
 
     def wait_until_written(self) -> None:
         """Wait until the last step has updated the weights in host memory.
