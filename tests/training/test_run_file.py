@@ -218,6 +218,8 @@ def test_streaming_is_a_switch_or_its_options(tmp_path):
     assert options == Streaming(memory="6GiB", split_masters=True, units=("Block",))
     assert options.to_dict() == {"memory": 6 * 2**30, "split_masters": True, "units": ("Block",)}
     assert RunFile.load(written(tmp_path, {**RUN, "streamed": {}})).streamed == Streaming()
+    with pytest.raises(ZeroTuneError, match=r"set streamed.window = 2: has no effect beside"):
+        RunFile.load(path, overrides=["streamed.memory=6GiB", "streamed.window=2"])
     content = yaml.safe_dump(RUN) + "streamed:\n  memory: much\n  window: 1\n  room: 2\n"
     with pytest.raises(ZeroTuneError) as raised:
         RunFile.load(written(tmp_path, content))

@@ -85,7 +85,7 @@ class Streamed(Section):
     window: int | None = setting(Integer(minimum=2, auto=False))
     """Device memory for units, as a multiple of the size of the largest unit. Default: 3."""
     memory: int | None = setting(Size())
-    """Device memory for units, such as 6GiB, instead of window."""
+    """Device memory for units, such as 6GiB; only without window."""
     split_masters: bool | None = setting(_FLAG)
     """Whether each master weight is stored as the bf16 weight and 16 bits. Default: false."""
     gradient_buffers: int | None = setting(_WHOLE)
@@ -107,6 +107,10 @@ class SwitchOr(Kind):
         if not isinstance(value, Mapping):
             return _FLAG.read_into(log, value, key)
         section = Nested(Streamed).read_into(log, value, key)
+        if section.window is not None and section.memory is not None:
+            reason = f"has no effect beside {key}.memory"
+            error = InvalidValueError(reason, "remove one of them", f"{key}.window", section.window)
+            log.refuse(error)
         return Streaming(**section.to_dict())
 
 
