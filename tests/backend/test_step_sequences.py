@@ -511,6 +511,10 @@ def run_kind(name: str, count: int) -> None:
     @example(accumulation=2, calls=["train", "freeze", "leave_out", "clear_gradients", "train"])
     @example(accumulation=2, calls=[*["train"] * 3, "leave_out", "train"])
     @example(accumulation=1, calls=[*["train"] * 3, "evaluate", "write_data", "train"])
+    @example(
+        accumulation=1,
+        calls=["failed_forward", "write_data", "forward_past_the_engine", "train", "train"],
+    )
     def sequences(accumulation: int, calls: list[str]) -> None:
         play(name, accumulation, calls)
 

@@ -70,11 +70,17 @@ class DataAccess:
 
     def replaced(self) -> str | None:
         """Return the name of a weight that has other data than before; ``None`` if none has."""
-        for name, before in tuple(self._before.items()):
-            if _place(self._weights[name]) != before:
+        for name in tuple(self._before):
+            if not self.is_back(name):
                 return name
-            del self._before[name]
         return None
+
+    def is_back(self, name: str) -> bool:
+        """Return whether a weight has the data that it had before, which is then forgotten."""
+        same: bool = _place(self._weights[name]) == self._before[name]
+        if same:
+            del self._before[name]
+        return same
 
 
 def _place(weight: torch.Tensor) -> Any:
@@ -96,6 +102,7 @@ def _get(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _set(parameter: torch.Tensor, data: torch.Tensor) -> None:
+    noted: list[tuple[DataAccess, str]] = []
     user = sys._getframe(1).f_globals.get("__name__", "")
     if not user.startswith(_OWN):
         for access, name in DataAccess.of(parameter):
@@ -105,7 +112,11 @@ def _set(parameter: torch.Tensor, data: torch.Tensor) -> None:
                 if not same or _place(data) != _place(parameter):
                     raise _without_effect(name, "other data")
             access.note_replacement(name)
+            noted.append((access, name))
     _DATA.__set__(parameter, data)
+    for access, name in noted:
+        # DeepSpeed may move what was put back.
+        access.is_back(name)
 
 
 def _is_partitioned(parameter: torch.Tensor) -> bool:
