@@ -102,6 +102,7 @@ class ZeROEngine(Engine):
         self._raw_backward, self._raw_step = self._engine.backward, self._engine.step
         self._master_weights = MasterWeights(layout=layout, group=self._group, device=self.device)
         if self._plan.stage == 0:
+            self._parts.refresh()
             self._strides = self._current_strides()
         elif self._plan.stage == 3:
             self._homes = frozenset((module, id(each)) for _, module, each in self._weights())
@@ -230,7 +231,7 @@ class ZeROEngine(Engine):
         return self._plan.stage == 3
 
     def _current_strides(self) -> dict[int, tuple[int, ...]]:
-        return {id(parameter): parameter.stride() for parameter in self._module.parameters()}
+        return {id(parameter): parameter.stride() for parameter in self._parts.parameters}
 
     def _weights(self) -> Iterator[tuple[str, torch.nn.Module, torch.nn.Parameter]]:
         """Dotted name, module and parameter of every weight, tied ones once for each module."""
