@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final, cast
 
@@ -268,12 +268,7 @@ class RunFile(Section):
             kept = {k: v for k, v in written.items() if not f"{k}.".startswith(f"{replaced}.")}
             written = {**kept, replaced: f"--set {replaced}"}
         if run is None or log.mistakes:
-            raise_all(
-                [
-                    each.called(written[each.key]) if each.key in written else each
-                    for each in log.mistakes
-                ]
-            )
+            _raise_called(log.mistakes, [each.key or "" for each in log.mistakes], written)
             raise PlanFileError("contains no settings", key="file", value=str(file))
         told, folder = tuple(log.decisions), file.absolute().parent
         return attrs.evolve(run, folder=folder, decisions=told, written=written)
@@ -300,12 +295,7 @@ class RunFile(Section):
             yield
         except ZeroTuneError as error:
             names = [f"{section}.{each.written or each.key}" for each in error.each()]
-            raise_all(
-                [
-                    each.called(self.written[name]) if name in self.written else each
-                    for name, each in zip(names, error.each(), strict=True)
-                ]
-            )
+            _raise_called(error.each(), names, self.written)
 
     @property
     def place(self) -> Path:
@@ -436,6 +426,14 @@ def _lines(text: str, path: Path) -> Mapping[str, int]:
         elif "=" in head:
             found[section + head.partition("=")[0].strip()] = number
     return found
+
+
+def _raise_called(
+    mistakes: Iterable[ZeroTuneError], keys: Iterable[str], written: Mapping[str, str]
+) -> None:
+    """Raise all mistakes, each with the name that its setting has in the file, if it has one."""
+    pairs = zip(mistakes, keys, strict=True)
+    raise_all([each.called(written[key]) if key in written else each for each, key in pairs])
 
 
 def schema(section: type[Section] = RunFile) -> dict[str, Any]:
