@@ -37,7 +37,9 @@ RESULTS = DOCS / "results"
 APART = 8
 """Cases of one quantity get panels of their own if their largest bars differ by this factor."""
 TALLEST = 8.8
-"""Largest height of a chart in inches, at 100 pixels per inch."""
+"""Height of a chart in inches, at 100 pixels per inch, that only ``LOWEST_LINE`` exceeds."""
+LOWEST_LINE = 0.13
+"""Height in inches below which the names of neighbouring bars overlap."""
 MARGIN = 0.6
 """Lines between the top of a panel and its first name."""
 SHOWN = "zerotune-shown"
@@ -112,8 +114,8 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     # Bars, a name for each case, and the margin above the first name.
     lines = [sum(len(bars) + 1 for bars in cases.values()) + MARGIN for _, cases in drawn]
     rest = 0.5 * len(lines) + 0.8
-    # A chart is no taller than a screen.
-    line = min(0.24, (TALLEST - rest) / sum(lines))
+    # A chart is no taller than a screen, if its names can be read.
+    line = min(0.24, max(LOWEST_LINE, (TALLEST - rest) / sum(lines)))
     height = line * sum(lines) + rest
     figure = empty_figure(figsize=(8.0, height), dpi=100, layout="constrained")
     marks = "bar: median, line: quartiles; orange: zerotune, dark: reference"
