@@ -78,7 +78,7 @@ RELATED = {
         "zerotune.platform.facts": "Accelerator DeepSpeedSupport Device HostMemory",
     },
     "zerotune.platform.detect_platform": {
-        "zerotune.platform.detect": "PlatformProbe MachineProbe TorchFacts Cores",
+        "zerotune.platform.detect": "MachineProbe TorchFacts Cores",
     },
     "zerotune.offload.OffloadManager": {
         "zerotune.offload.manager": "Lease",

@@ -64,30 +64,30 @@ def test_cuda_devices_have_name_memory_and_capability(monkeypatch):
         monkeypatch, cuda="12.8", devices=(properties("A", 10), properties("B", 20, 7, 5))
     )
 
-    assert found.cuda == "12.8"
-    assert found.cuda_devices == (
+    assert (found.accelerator, found.version) == ("cuda", "12.8")
+    assert found.devices == (
         Device(name="A", total_memory=10, capability=(8, 9)),
         Device(name="B", total_memory=20, capability=(7, 5)),
     )
-    assert found.cuda_error is None
+    assert found.problem is None
 
 
 def test_rocm_devices_have_no_compute_capability(monkeypatch):
     found = facts(monkeypatch, hip="6.4", devices=(properties("MI300X", 30, 9, 4),))
 
-    assert found.hip == "6.4"
-    assert found.cuda_devices == (Device(name="MI300X", total_memory=30, capability=None),)
+    assert (found.accelerator, found.version) == ("rocm", "6.4")
+    assert found.devices == (Device(name="MI300X", total_memory=30, capability=None),)
 
 
 def test_the_drivers_error_is_kept_and_its_warning_is_suppressed(monkeypatch):
     found = facts(monkeypatch, cuda="12.8", problem="driver too old (found version 11040).\nMore.")
 
-    assert found.cuda_devices == ()
-    assert found.cuda_error == "driver too old (found version 11040)."
+    assert found.devices == ()
+    assert found.problem == "driver too old (found version 11040)."
 
 
 def test_a_driver_without_devices_gives_an_error_text(monkeypatch):
-    assert facts(monkeypatch, cuda="12.8").cuda_error == "the driver reports no device"
+    assert facts(monkeypatch, cuda="12.8").problem == "the driver reports no device"
 
 
 def test_a_fork_after_cuda_was_used_raises_instead_of_using_the_cpu(monkeypatch):
@@ -98,15 +98,23 @@ def test_a_fork_after_cuda_was_used_raises_instead_of_using_the_cpu(monkeypatch)
 def test_a_cpu_build_has_no_cuda_error(monkeypatch):
     found = facts(monkeypatch, fp16=True)
 
-    assert (found.cuda, found.cuda_error, found.cpu_fp16) == (None, None, True)
+    assert (found.accelerator, found.problem, found.cpu_fp16) == ("cpu", None, True)
 
 
-def test_xpu_and_mps_devices_are_read(monkeypatch):
-    found = facts(monkeypatch, xpu=(properties("Arc", 16),), mps=48)
+def test_xpu_devices_are_read(monkeypatch):
+    found = facts(monkeypatch, xpu=(properties("Arc", 16),))
 
-    assert found.xpu_devices == (Device(name="Arc", total_memory=16),)
-    assert found.mps_device.total_memory == 48
-    assert found.mps_device.name
+    assert found.accelerator == "xpu"
+    assert found.devices == (Device(name="Arc", total_memory=16),)
+
+
+def test_an_mps_device_is_read(monkeypatch):
+    found = facts(monkeypatch, mps=48)
+
+    (device,) = found.devices
+    assert found.accelerator == "mps"
+    assert device.total_memory == 48
+    assert device.name
     assert found.mps_bf16
 
 

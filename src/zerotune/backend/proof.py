@@ -54,11 +54,6 @@ _NONE_YET: Final = (
 )
 _PATIENCE_S: Final = 300.0
 """Time limit of a proof's process in seconds: imports, compiling ops, and the checks."""
-_ALLOWED: Final[Mapping[str, tuple[str, ...]]] = {
-    "rocm": ("--allow-rocm",),
-    "mps": ("--allow-mps",),
-}
-"""Options for devices that the user must allow, and has allowed for this start."""
 _LARGEST_PROOF: Final = 2**20
 _SET_BY_LAUNCHERS: Final = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_", "ROLE_",
@@ -372,7 +367,9 @@ def _prove_here(accelerator: str, *, anew: bool) -> None:
 
 def _run_command(accelerator: str, patience_s: float = _PATIENCE_S) -> str | None:
     """Run the proof in a separate process; return its error, or ``None`` on success."""
-    command = [sys.executable, "-m", *COMMAND.split(), *_ALLOWED.get(accelerator, ())]
+    # The user must allow this device, and has allowed it for this start.
+    allowed = ["--allow-rocm"] if accelerator == "rocm" else []
+    command = [sys.executable, "-m", *COMMAND.split(), *allowed]
     try:
         with subprocess.Popen(
             command,

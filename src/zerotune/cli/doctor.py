@@ -30,7 +30,6 @@ _FLAGS: Final = {
     "rates": "measure how fast this machine computes and moves bytes, for predictions",
     "prove": "compare the fast paths with DeepSpeed's own step; a device uses them only after that",
     "allow-rocm": "allow DeepSpeed on ROCm (untested)",
-    "allow-mps": "allow DeepSpeed on Apple GPUs",
 }
 
 
@@ -166,9 +165,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     # DeepSpeed and its builders print; what we print on stdout may be read by a program.
     with redirect_stdout(sys.stderr):
-        platform = detect_platform(
-            allow_rocm=arguments.allow_rocm, allow_mps=arguments.allow_mps, log=False
-        )
+        platform = detect_platform(allow_rocm=arguments.allow_rocm, log=False)
         for name in arguments.build or ():
             check_op_name(name)
         if arguments.build is not None:

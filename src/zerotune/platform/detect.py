@@ -1,6 +1,6 @@
 """Detect this machine's accelerator, memory and cores, and whether DeepSpeed can run.
 
-All facts come from a ``PlatformProbe``, so that tests can simulate other machines.
+All facts come from a ``MachineProbe``, so that tests can simulate other machines.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import attrs
 
@@ -48,9 +48,8 @@ _INITIAL_NAMESPACE: Final = ["0", "0", "4294967295"]
 
 def detect_platform(
     *,
-    probe: PlatformProbe | None = None,
+    probe: MachineProbe | None = None,
     allow_rocm: bool = False,
-    allow_mps: bool = False,
     log: bool = True,
 ) -> Platform:
     """Detect this machine's hardware and software, and whether DeepSpeed can run on it.
@@ -63,23 +62,16 @@ def detect_platform(
         probe: Source of the facts; by default this machine.
         allow_rocm: Enable DeepSpeed on ROCm; users report that DeepSpeed works on some ROCm
             hardware.
-        allow_mps: Enable DeepSpeed on Apple GPUs.
         log: Log each decision once per process, on rank 0 only.
     """
     probe = probe or MachineProbe()
     torch, environ = probe.torch(), probe.environ()
     facts = torch or TorchFacts()
     hardware = choose_hardware(facts, environ)
-    here = _Machine(
-        probe=probe,
-        torch=torch,
-        accelerator=hardware.accelerator,
-        allow_rocm=allow_rocm,
-        allow_mps=allow_mps,
-    )
-    support, support_decisions = here.support()
+    support, support_decisions = _support(probe, torch, hardware.accelerator, allow_rocm=allow_rocm)
     cores, quota = probe.cores(), cpu_quota(probe.read_text)
     versions = {name: probe.version(name) for name in _DISTRIBUTIONS}
+    computes_bf16 = not _BF16_FLAGS.isdisjoint(_cpu_facts(probe, "flags", "Features").split())
     detected = Platform(
         system=probe.system(),
         machine=probe.machine(),
@@ -87,7 +79,7 @@ def detect_platform(
         accelerator=hardware.accelerator,
         devices=hardware.devices,
         host_memory=host_memory(probe),
-        memlock_limit=None if here.locks_everything() else probe.memlock(),
+        memlock_limit=None if _locks_everything(probe) else probe.memlock(),
         physical_cores=cores.physical,
         logical_cores=cores.logical,
         # Rounded down: threads beyond the quota are throttled and slow the others.
@@ -98,7 +90,7 @@ def detect_platform(
         },
         torch_build=None if torch is None or torch.import_error else torch.build,
         bf16=hardware.bf16,
-        native_bf16=hardware.bf16 and (hardware.accelerator != "cpu" or here.computes_bf16()),
+        native_bf16=hardware.bf16 and (hardware.accelerator != "cpu" or computes_bf16),
         fp16=hardware.fp16,
         deepspeed=support,
         decisions=(*hardware.decisions, *support_decisions),
@@ -108,7 +100,7 @@ def detect_platform(
     return detected
 
 
-def host_memory(probe: PlatformProbe, *, with_swap: bool = False) -> HostMemory:
+def host_memory(probe: MachineProbe, *, with_swap: bool = False) -> HostMemory:
     """Return the RAM of a host, and the container's memory limit.
 
     Args:
@@ -141,35 +133,23 @@ class Hardware:
 
 
 def choose_hardware(torch: TorchFacts, environ: Mapping[str, str]) -> Hardware:
-    """Choose the best available accelerator, or the one that ``DS_ACCELERATOR`` names.
+    """Choose torch's accelerator, or the CPU if ``DS_ACCELERATOR`` names it.
 
     DeepSpeed and the plain engine both read ``DS_ACCELERATOR``, so disabling DeepSpeed does not
-    move a run to a different device. If the machine lacks the named accelerator, the best available
-    one is chosen.
+    move a run to a different device.
 
     Args:
         torch: Facts from torch.
         environ: Environment variables.
     """
-    usable = torch.usable
-    native = chosen = next(iter(usable))
-    decisions = torch.missing_cuda(environ)
-    requested = environ.get("DS_ACCELERATOR")
-    if requested is not None and requested != DEEPSPEED_NAMES[native]:
-        chosen = next((name for name in usable if DEEPSPEED_NAMES[name] == requested), native)
-        if chosen != native:
-            unused = ", ".join(device.name for device in usable[native])
-            decisions.append(
-                Decision(
-                    "platform.accelerator",
-                    native,
-                    chosen,
-                    f"the environment variable DS_ACCELERATOR={requested} is set, so "
-                    f"{unused} is not used",
-                    "warning",
-                )
-            )
-    devices = usable[chosen]
+    chosen, devices, decisions = torch.accelerator, torch.devices, torch.missing_devices(environ)
+    if not devices or environ.get("DS_ACCELERATOR") == "cpu":
+        chosen, devices = "cpu", ()
+    if torch.devices and not devices:
+        unused = ", ".join(device.name for device in torch.devices)
+        reason = f"the environment variable DS_ACCELERATOR=cpu is set, so {unused} is not used"
+        key = "platform.accelerator"
+        decisions = [*decisions, Decision(key, torch.accelerator, chosen, reason, "warning")]
     return Hardware(
         accelerator=chosen,
         devices=devices,
@@ -191,112 +171,97 @@ _Refusal = tuple[str, "str | None"]
 """Reason and fix."""
 
 
-@attrs.frozen(kw_only=True)
-class _Machine:
-    """A probed machine, and whether DeepSpeed can run on it."""
-
-    probe: PlatformProbe
-    torch: TorchFacts | None
-    accelerator: Accelerator
-    allow_rocm: bool
-    allow_mps: bool
-
-    def _refusals(self) -> Iterator[_Refusal]:
-        system = self.probe.system()
-        if system not in {"Linux", "Darwin"}:
-            yield (
-                f"DeepSpeed's offload kernels and asynchronous I/O do not build on {system}",
-                "train in WSL2" if system == "Windows" else "train on Linux",
-            )
-        if self.torch is None:
-            yield "torch is not installed", "pip install torch"
-        elif self.torch.import_error is not None:
-            yield (
-                f"torch is installed but cannot be imported: {self.torch.import_error}",
-                "reinstall torch with pip install --force-reinstall torch",
-            )
-        if system == "Darwin" and not self.allow_mps:
-            yield (
-                f"DeepSpeed is disabled on macOS; {_TRAINS_WITHOUT}",
-                f"pass allow_mps=True to try DeepSpeed {OLDEST_DEEPSPEED} or later on MPS",
-            )
-        elif system == "Darwin" and self.accelerator != "mps":
-            yield "allow_mps=True has no effect without an Apple GPU to train on", None
-        if self.accelerator == "rocm" and not self.allow_rocm:
-            yield (
-                f"DeepSpeed is disabled on ROCm, where zerotune is not tested; {_TRAINS_WITHOUT}",
-                "pass allow_rocm=True to try DeepSpeed on ROCm",
-            )
-        yield from self._version_refusals()
-        yield from self._environment_refusals()
-
-    def _version_refusals(self) -> Iterator[_Refusal]:
-        from packaging.version import Version  # late, to keep ``import zerotune`` light
-
-        version = self.probe.version("deepspeed")
-        if version is None:
-            yield "deepspeed is not installed", f"pip install 'deepspeed>={OLDEST_DEEPSPEED}'"
-        elif release_of(version) and Version(version) < Version(OLDEST_DEEPSPEED):
-            yield (
-                f"deepspeed {version} is older than {OLDEST_DEEPSPEED}",
-                f"pip install --upgrade 'deepspeed>={OLDEST_DEEPSPEED}'",
-            )
-
-    def _environment_refusals(self) -> Iterator[_Refusal]:
-        requested = self.probe.environ().get("DS_ACCELERATOR")
-        native = DEEPSPEED_NAMES[self.accelerator]
-        if requested is None or requested == native:
-            return
+def _refusals(
+    probe: MachineProbe, torch: TorchFacts | None, accelerator: Accelerator, *, allow_rocm: bool
+) -> Iterator[_Refusal]:
+    system = probe.system()
+    if system not in {"Linux", "Darwin"}:
         yield (
-            f"DS_ACCELERATOR={requested} names an accelerator that this machine does not have"
-            if requested in _DEEPSPEED_ACCELERATORS
-            else f"DS_ACCELERATOR={requested!r} is not an accelerator that DeepSpeed supports",
-            f"unset DS_ACCELERATOR or set it to {native}",
+            f"DeepSpeed's offload kernels and asynchronous I/O do not build on {system}",
+            "train in WSL2" if system == "Windows" else "train on Linux",
+        )
+    if torch is None:
+        yield "torch is not installed", "pip install torch"
+    elif torch.import_error is not None:
+        yield (
+            f"torch is installed but cannot be imported: {torch.import_error}",
+            "reinstall torch with pip install --force-reinstall torch",
+        )
+    if system == "Darwin":
+        yield f"DeepSpeed is disabled on macOS; {_TRAINS_WITHOUT}", None
+    if accelerator == "rocm" and not allow_rocm:
+        yield (
+            f"DeepSpeed is disabled on ROCm, where zerotune is not tested; {_TRAINS_WITHOUT}",
+            "pass allow_rocm=True to try DeepSpeed on ROCm",
+        )
+    yield from _version_refusals(probe.version("deepspeed"))
+    yield from _environment_refusals(probe.environ(), DEEPSPEED_NAMES[accelerator])
+
+
+def _version_refusals(version: str | None) -> Iterator[_Refusal]:
+    from packaging.version import Version  # late, to keep ``import zerotune`` light
+
+    if version is None:
+        yield "deepspeed is not installed", f"pip install 'deepspeed>={OLDEST_DEEPSPEED}'"
+    elif release_of(version) and Version(version) < Version(OLDEST_DEEPSPEED):
+        yield (
+            f"deepspeed {version} is older than {OLDEST_DEEPSPEED}",
+            f"pip install --upgrade 'deepspeed>={OLDEST_DEEPSPEED}'",
         )
 
-    def locks_everything(self) -> bool:
-        """Return whether the limit on locked memory does not apply to this process.
 
-        The limit on locked memory does not apply to a process with ``CAP_IPC_LOCK`` in the initial
-        user namespace. Most processes of root have this capability. ``CAP_IPC_LOCK`` has no effect
-        in rootless containers.
-        """
-        if not has_capability(self.probe.read_text("/proc/self/status") or "", CAP_IPC_LOCK):
-            return False
-        return (self.probe.read_text("/proc/self/uid_map") or "").split() == _INITIAL_NAMESPACE
+def _environment_refusals(environ: Mapping[str, str], native: str) -> Iterator[_Refusal]:
+    requested = environ.get("DS_ACCELERATOR")
+    if requested is None or requested == native:
+        return
+    yield (
+        f"DS_ACCELERATOR={requested} names an accelerator that this machine does not have"
+        if requested in _DEEPSPEED_ACCELERATORS
+        else f"DS_ACCELERATOR={requested!r} is not an accelerator that DeepSpeed supports",
+        f"unset DS_ACCELERATOR or set it to {native}",
+    )
 
-    def computes_bf16(self) -> bool:
-        """Return whether the CPU has bf16 arithmetic."""
-        for line in (self.probe.read_text("/proc/cpuinfo") or "").splitlines():
-            name, _, flags = line.partition(":")
-            if name.strip() in {"flags", "Features"}:
-                return not _BF16_FLAGS.isdisjoint(flags.split())
+
+def _support(
+    probe: MachineProbe, torch: TorchFacts | None, accelerator: Accelerator, *, allow_rocm: bool
+) -> tuple[DeepSpeedSupport, tuple[Decision, ...]]:
+    """Return whether DeepSpeed can run, and a decision unless DeepSpeed runs on CUDA or XPU."""
+    key = "platform.deepspeed"
+    refusal = next(_refusals(probe, torch, accelerator, allow_rocm=allow_rocm), None)
+    if refusal is not None:
+        reason, fix = refusal
+        why = reason if fix is None else f"{reason}; {fix}"
+        decision = Decision(key, None, "disabled", why, "warning")
+        return DeepSpeedSupport(available=False, reason=reason, fix=fix), (decision,)
+    where = {
+        "cpu": "its CPU accelerator (DS_ACCELERATOR=cpu)",
+        "rocm": "ROCm, because of allow_rocm=True",
+    }
+    name, place = DEEPSPEED_NAMES[accelerator], where.get(accelerator, accelerator)
+    reason = f"deepspeed {probe.version('deepspeed')} runs on {place}"
+    support = DeepSpeedSupport(available=True, accelerator=name, reason=reason)
+    return support, (Decision(key, None, name, reason),) if accelerator in where else ()
+
+
+def _locks_everything(probe: MachineProbe) -> bool:
+    """Return whether the limit on locked memory does not apply to this process.
+
+    The limit on locked memory does not apply to a process with ``CAP_IPC_LOCK`` in the initial
+    user namespace. Most processes of root have this capability. ``CAP_IPC_LOCK`` has no effect in
+    rootless containers.
+    """
+    if not has_capability(probe.read_text("/proc/self/status") or "", CAP_IPC_LOCK):
         return False
+    return (probe.read_text("/proc/self/uid_map") or "").split() == _INITIAL_NAMESPACE
 
-    def support(self) -> tuple[DeepSpeedSupport, tuple[Decision, ...]]:
-        """Return whether DeepSpeed can run, and a decision unless DeepSpeed runs on CUDA or XPU."""
-        refusal = next(self._refusals(), None)
-        if refusal is not None:
-            reason, fix = refusal
-            decision = Decision(
-                "platform.deepspeed",
-                None,
-                "disabled",
-                reason if fix is None else f"{reason}; {fix}",
-                "warning",
-            )
-            return DeepSpeedSupport(available=False, reason=reason, fix=fix), (decision,)
-        where = {
-            "cpu": "its CPU accelerator (DS_ACCELERATOR=cpu)",
-            "rocm": "ROCm, because of allow_rocm=True",
-            "mps": "MPS, because of allow_mps=True",
-        }
-        name = DEEPSPEED_NAMES[self.accelerator]
-        place = where.get(self.accelerator, self.accelerator)
-        reason = f"deepspeed {self.probe.version('deepspeed')} runs on {place}"
-        support = DeepSpeedSupport(available=True, accelerator=name, reason=reason)
-        decision = Decision("platform.deepspeed", None, name, reason)
-        return support, (decision,) if self.accelerator in where else ()
+
+def _cpu_facts(probe: MachineProbe, *names: str) -> str:
+    """Return the first of the named lines about a CPU in ``/proc/cpuinfo``, or an empty string."""
+    for line in (probe.read_text("/proc/cpuinfo") or "").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in names:
+            return value.strip()
+    return ""
 
 
 # -- Sources of the facts.
@@ -316,16 +281,14 @@ class Cores:
 class TorchFacts:
     """Facts from the installed torch and its devices."""
 
-    cuda: str | None = None
-    """CUDA version for which torch was built."""
-    hip: str | None = None
-    """ROCm version for which torch was built; a ROCm build reports its devices as CUDA devices."""
-    cuda_devices: tuple[Device, ...] = ()
-    """Usable CUDA or ROCm devices."""
-    cuda_error: str | None = None
-    """Why a CUDA or ROCm build found no device."""
-    xpu_devices: tuple[Device, ...] = ()
-    mps_device: Device | None = None
+    accelerator: Accelerator = "cpu"
+    """Accelerator for which torch was built."""
+    version: str = ""
+    """Version of CUDA or ROCm for which torch was built."""
+    devices: tuple[Device, ...] = ()
+    """Usable devices of the accelerator."""
+    problem: str | None = None
+    """Why a build for CUDA or ROCm found no device."""
     mps_bf16: bool = False
     """Whether macOS supports bf16 on the GPU, as macOS 14 and later versions do."""
     cpu_fp16: bool = False
@@ -336,46 +299,26 @@ class TorchFacts:
     @property
     def build(self) -> str:
         """Platform for which torch was built."""
-        if self.hip is not None:
-            return f"rocm {self.hip}"
-        if self.cuda is not None:
-            return f"cuda {self.cuda}"
-        if self.xpu_devices:
-            return "xpu"
-        return "mps" if self.mps_device is not None else "cpu"
+        return f"{self.accelerator} {self.version}".rstrip()
 
-    @property
-    def usable(self) -> dict[Accelerator, tuple[Device, ...]]:
-        """Devices of each usable accelerator, best accelerator first; always includes the CPU."""
-        devices: dict[Accelerator, tuple[Device, ...]] = {}
-        if self.cuda_devices:
-            devices["rocm" if self.hip else "cuda"] = self.cuda_devices
-        if self.xpu_devices:
-            devices["xpu"] = self.xpu_devices
-        if self.mps_device is not None:
-            devices["mps"] = (self.mps_device,)
-        devices["cpu"] = ()
-        return devices
-
-    def missing_cuda(self, environ: Mapping[str, str]) -> list[Decision]:
+    def missing_devices(self, environ: Mapping[str, str]) -> list[Decision]:
         """Return a decision if torch was built for CUDA or ROCm but finds no device.
 
         Args:
             environ: Environment variables.
         """
-        if self.cuda_error is None or self.cuda_devices:
+        if self.problem is None or self.devices:
             return []
-        wanted: Accelerator = "rocm" if self.hip else "cuda"
         severity: Severity = "warning"
-        reason = f"torch was built for {wanted} but found no device: {self.cuda_error}"
+        reason = f"torch was built for {self.accelerator} but found no device: {self.problem}"
         if environ.get("CUDA_VISIBLE_DEVICES") in {"", "-1"}:
             severity = "note"
             reason = "the environment variable CUDA_VISIBLE_DEVICES hides every device"
-        return [Decision("platform.accelerator", wanted, "cpu", reason, severity)]
+        return [Decision("platform.accelerator", self.accelerator, "cpu", reason, severity)]
 
 
-class PlatformProbe(Protocol):
-    """Source of facts about a machine; tests override its methods."""
+class MachineProbe:
+    """Source of facts about this machine; tests override its methods."""
 
     def system(self) -> str:
         """Return ``platform.system()``."""
@@ -387,13 +330,7 @@ class PlatformProbe(Protocol):
 
     def processor(self) -> str:
         """Return the name of the CPU, or an empty string."""
-        if self.system() == "Darwin":
-            return _mac_processor()
-        for line in (self.read_text("/proc/cpuinfo") or "").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                return value.strip()
-        return platform.processor()
+        return _cpu_facts(self, "model name") or platform.processor()
 
     def environ(self) -> Mapping[str, str]:
         """Return the environment variables."""
@@ -460,33 +397,28 @@ class PlatformProbe(Protocol):
             import torch
         except (ImportError, OSError) as error:
             return TorchFacts(import_error=first_line(error))
-        devices, problem = self._cuda_devices(torch)
-        mps = torch.backends.mps.is_available()
-        memory = torch.mps.recommended_max_memory() if mps else 0
-        xpus = torch.xpu.device_count() if torch.xpu.is_available() else 0
         cpu_fp16 = False
         # A private operator, but DeepSpeed's CPU accelerator decides by it.
         with contextlib.suppress(AttributeError, RuntimeError):
             cpu_fp16 = bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-        return TorchFacts(
-            cuda=torch.version.cuda,
-            hip=torch.version.hip,
-            cuda_devices=devices,
-            cuda_error=problem,
-            xpu_devices=tuple(
-                Device(name=str(device.name), total_memory=int(device.total_memory))
-                for device in map(torch.xpu.get_device_properties, range(xpus))
-            ),
-            mps_device=Device(name=self.processor() or "Apple GPU", total_memory=int(memory))
-            if mps
-            else None,
-            mps_bf16=mps and torch.backends.mps.is_macos_or_newer(14, 0),
-            cpu_fp16=cpu_fp16,
-        )
+        facts = TorchFacts(cpu_fp16=cpu_fp16)
+        if version := torch.version.cuda or torch.version.hip:
+            kind: Accelerator = "rocm" if torch.version.hip else "cuda"
+            devices, problem = self._cuda_devices(torch)
+            return attrs.evolve(
+                facts, accelerator=kind, version=version, devices=devices, problem=problem
+            )
+        if torch.xpu.is_available():
+            found = map(torch.xpu.get_device_properties, range(torch.xpu.device_count()))
+            return attrs.evolve(facts, accelerator="xpu", devices=tuple(map(_device, found)))
+        if torch.backends.mps.is_available():
+            memory = int(torch.mps.recommended_max_memory())
+            device = Device(name=self.processor() or "Apple GPU", total_memory=memory)
+            bf16 = torch.backends.mps.is_macos_or_newer(14, 0)
+            return attrs.evolve(facts, accelerator="mps", devices=(device,), mps_bf16=bf16)
+        return facts
 
     def _cuda_devices(self, torch: Any) -> tuple[tuple[Device, ...], str | None]:
-        if torch.version.cuda is None and torch.version.hip is None:
-            return (), None
         if torch.cuda._is_in_bad_fork():
             # Every CUDA call fails here, which must not look like a machine without a GPU.
             raise PlatformError(
@@ -517,39 +449,20 @@ class PlatformProbe(Protocol):
                 return (), first_line(error)
         is_nvidia = torch.version.hip is None
         return tuple(
-            Device(
-                name=str(device.name),
-                total_memory=int(device.total_memory),
-                capability=(int(device.major), int(device.minor)) if is_nvidia else None,
-            )
-            for device in properties
+            _device(one, capability=(int(one.major), int(one.minor)) if is_nvidia else None)
+            for one in properties
         ), None
 
 
-class MachineProbe(PlatformProbe):
-    """Facts about the current machine."""
+def _device(properties: Any, *, capability: tuple[int, int] | None = None) -> Device:
+    memory = int(properties.total_memory)
+    return Device(name=str(properties.name), total_memory=memory, capability=capability)
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the error's type if the message is empty."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-def _mac_processor() -> str:
-    import subprocess
-
-    try:
-        done = subprocess.run(
-            ["sysctl", "-n", "machdep.cpu.brand_string"],
-            capture_output=True,
-            text=True,
-            timeout=5,
-            check=False,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip()
 
 
 # -- Limits of control groups (version 2).
