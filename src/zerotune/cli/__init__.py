@@ -12,10 +12,9 @@ import io
 import json
 import os
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 from zerotune._util.proc import installed_version
 from zerotune.errors import ZeroTuneError
@@ -33,7 +32,7 @@ _COMMANDS: Final = {
     "checkpoint": "Show, verify or convert checkpoints.",
     "builder": "Open a page that builds, explains and saves a plan.",
 }
-"""Summary of each command; the module of its name has ``configure`` and ``run``."""
+"""Summary of each command; the module of its name is a ``Command``."""
 
 
 _ERROR: Final = "error: "
@@ -87,37 +86,13 @@ def _to_stderr(mark: str, text: str) -> None:
     sys.stderr.write(f"{mark}{text}\n")
 
 
-class Below(ABC):
-    """A subcommand."""
+class Command(NamedTuple):
+    """A command; a module with functions of these names is one too."""
 
-    summary: ClassVar[str]
-
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments = arguments
-
-    @staticmethod
-    @abstractmethod
-    def configure(parser: argparse.ArgumentParser) -> None:
-        """Add the command's arguments."""
-
-    @abstractmethod
-    def run(self) -> int:
-        """Run the command and return the exit status."""
-
-
-class Later(NamedTuple):
-    """A subcommand whose module is imported when the command is used."""
-
-    summary: str
-    module: str
-    name: str
-    """Name of the class in the module."""
-
-    def configure(self, parser: argparse.ArgumentParser) -> None:
-        """Import the command, and add its arguments."""
-        kind = getattr(importlib.import_module(self.module), self.name)
-        kind.configure(parser)
-        parser.set_defaults(command=kind)
+    configure: Callable[[argparse.ArgumentParser], None]
+    """Adds the command's arguments."""
+    run: Callable[[argparse.Namespace], int]
+    """Runs the command, and returns the exit status."""
 
 
 class _WholeNames(argparse.HelpFormatter):
@@ -151,15 +126,29 @@ class LazyParser(argparse.ArgumentParser):
         return super().parse_known_args(*args, **kwargs)
 
 
-def add_commands(parser: argparse.ArgumentParser, **commands: type[Below] | Later) -> None:
-    """Add subcommands, by name."""
+def add_commands(
+    parser: argparse.ArgumentParser, summaries: Mapping[str, str], find: Callable[[str], Any]
+) -> None:
+    """Add commands below a command, or below the program.
+
+    Args:
+        parser: The parser of the commands above.
+        summaries: Summary of each command by name.
+        find: Function that returns a ``Command`` by name; it is called when the command is used.
+    """
     below = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=LazyParser
     )
-    for name, kind in commands.items():
-        command = below.add_parser(name, help=kind.summary, description=kind.summary)
-        command.configure = kind.configure
-        command.set_defaults(command=kind)
+    for name, summary in summaries.items():
+        command = below.add_parser(name, help=summary, description=summary)
+        command.configure = partial(_configure, find, name)
+
+
+def _configure(find: Callable[[str], Any], name: str, parser: argparse.ArgumentParser) -> None:
+    command = find(name)
+    command.configure(parser)
+    # A module with commands below has nothing to run itself.
+    parser.set_defaults(run=getattr(command, "run", None))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -202,20 +191,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="zerotune", description="ZeRO-offloaded diffusion training around DeepSpeed."
     )
     parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version")
-    commands = parser.add_subparsers(
-        title="commands", metavar="COMMAND", required=True, parser_class=LazyParser
-    )
-    for name, summary in _COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=summary)
-        command.configure = partial(_configure, name)
+    add_commands(parser, _COMMANDS, lambda name: importlib.import_module(f"{__name__}.{name}"))
     return parser
-
-
-def _configure(name: str, parser: argparse.ArgumentParser) -> None:
-    """Import a command's module, and add the command's arguments."""
-    module = importlib.import_module(f"{__name__}.{name}")
-    module.configure(parser)
-    parser.set_defaults(run=module.run)
 
 
 class _ShowVersion(argparse.Action):

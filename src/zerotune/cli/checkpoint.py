@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Final
 
 from zerotune._util.table import Page, Table
 from zerotune._util.text import counted, format_size
-from zerotune.cli import Below, add_commands, print_json, print_page, print_text
+from zerotune.cli import Command, add_commands, print_json, print_page, print_text
 from zerotune.errors import MissingDependencyError
 from zerotune.plan.sections import PRECISIONS
 
@@ -18,116 +20,80 @@ if TYPE_CHECKING:
     from zerotune.checkpoint.manifest import Manifest
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommands of ``checkpoint``."""
-    add_commands(parser, show=_Show, verify=_Verify, convert=_ConvertCheckpoint)
-
-
 def _add_path(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, metavar="PATH", help="the checkpoint's folder")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
-class _ConvertCheckpoint(Below):
-    summary: ClassVar[str] = "Convert a checkpoint to a diffusers model folder."
+def _configure_convert(parser: argparse.ArgumentParser) -> None:
+    _add_path(parser)
+    parser.add_argument("target", type=Path, metavar="TARGET", help="path to write; must not exist")
+    parser.add_argument(
+        "--shadow", metavar="NAME", help="write this EMA shadow instead of the trained weights"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=PRECISIONS,
+        default="fp32",
+        help="precision of the weights in a model folder (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--base",
+        type=Path,
+        metavar="MODEL",
+        help="model folder with the frozen weights, or the single file that training "
+        "started from, whose layout a .safetensors TARGET then has",
+    )
 
-    @staticmethod
-    def configure(parser: argparse.ArgumentParser) -> None:
-        _add_path(parser)
-        parser.add_argument(
-            "target", type=Path, metavar="TARGET", help="path to write; must not exist"
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from zerotune.checkpoint.conversion import convert
+
+    written = convert(
+        arguments.path,
+        arguments.target,
+        shadow=arguments.shadow,
+        dtype=arguments.dtype,
+        base=arguments.base,
+    )
+    if arguments.json:
+        print_json({"source": str(arguments.path), "written": str(written)})
+    else:
+        print_text(f"written to {written}")
+    return 0
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    from zerotune.checkpoint.folders import find_checkpoint
+
+    folder, manifest = find_checkpoint(arguments.path)
+    if arguments.json:
+        import attrs
+
+        content = attrs.asdict(manifest)
+        # Only the run needs these values, such as generator states.
+        content["extra"] = sorted(manifest.extra)
+        print_json({"path": str(folder), "nbytes": manifest.nbytes, **content})
+    else:
+        print_page(_contents_page(manifest))
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from zerotune.checkpoint import files, folders
+
+    folder, manifest = folders.find_checkpoint(arguments.path)
+    damage = files.find_damage(folder, manifest)
+    if arguments.json:
+        bad = [{"file": each.key, "reason": each.reason} for each in damage]
+        print_json({"path": str(folder), "whole": not damage, "damage": bad})
+    elif damage:
+        print_text("\n".join(f"{each.key}: {each.reason}" for each in damage))
+    else:
+        print_text(
+            f"{counted(len(manifest.files), 'file')}, {format_size(manifest.nbytes)}: intact"
         )
-        parser.add_argument(
-            "--shadow", metavar="NAME", help="write this EMA shadow instead of the trained weights"
-        )
-        parser.add_argument(
-            "--dtype",
-            choices=PRECISIONS,
-            default="fp32",
-            help="precision of the weights in a model folder (default: %(default)s)",
-        )
-        parser.add_argument(
-            "--base",
-            type=Path,
-            metavar="MODEL",
-            help="model folder with the frozen weights, or the single file that training "
-            "started from, whose layout a .safetensors TARGET then has",
-        )
-
-    def run(self) -> int:
-        from zerotune.checkpoint.conversion import convert
-
-        written = convert(
-            self.arguments.path,
-            self.arguments.target,
-            shadow=self.arguments.shadow,
-            dtype=self.arguments.dtype,
-            base=self.arguments.base,
-        )
-        if self.arguments.json:
-            print_json({"source": str(self.arguments.path), "written": str(written)})
-        else:
-            print_text(f"written to {written}")
-        return 0
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Run the selected subcommand.
-
-    Returns:
-        0 on success; 1 if ``verify`` finds damage.
-
-    Raises:
-        MissingDependencyError: torch is not installed.
-    """
-    if importlib.util.find_spec("torch") is None:
-        raise MissingDependencyError(
-            "is not installed, but reading checkpoints requires it", "pip install torch", "torch"
-        )
-    return int(arguments.command(arguments).run())
-
-
-class _Show(Below):
-    summary: ClassVar[str] = "Print the contents of a checkpoint, as listed in its manifest."
-
-    configure = staticmethod(_add_path)
-
-    def run(self) -> int:
-        from zerotune.checkpoint.folders import find_checkpoint
-
-        folder, manifest = find_checkpoint(self.arguments.path)
-        if self.arguments.json:
-            import attrs
-
-            content = attrs.asdict(manifest)
-            # Only the run needs these values, such as generator states.
-            content["extra"] = sorted(manifest.extra)
-            print_json({"path": str(folder), "nbytes": manifest.nbytes, **content})
-        else:
-            print_page(_contents_page(manifest))
-        return 0
-
-
-class _Verify(Below):
-    summary: ClassVar[str] = "Verify the size and hash of every file."
-
-    configure = staticmethod(_add_path)
-
-    def run(self) -> int:
-        from zerotune.checkpoint import files, folders
-
-        folder, manifest = folders.find_checkpoint(self.arguments.path)
-        damage = files.find_damage(folder, manifest)
-        if self.arguments.json:
-            bad = [{"file": each.key, "reason": each.reason} for each in damage]
-            print_json({"path": str(folder), "whole": not damage, "damage": bad})
-        elif damage:
-            print_text("\n".join(f"{each.key}: {each.reason}" for each in damage))
-        else:
-            print_text(
-                f"{counted(len(manifest.files), 'file')}, {format_size(manifest.nbytes)}: intact"
-            )
-        return 1 if damage else 0
+    return 1 if damage else 0
 
 
 def _contents_page(manifest: Manifest) -> Page:
@@ -160,3 +126,28 @@ def _contents_page(manifest: Manifest) -> Page:
     return Page(
         blocks=(Table(rows=contents, widths=(11,), gap=1, indent=0), Table(rows=files, align="lr"))
     )
+
+
+_COMMANDS: Final = {
+    "show": "Print the contents of a checkpoint, as listed in its manifest.",
+    "verify": "Verify the size and hash of every file.",
+    "convert": "Convert a checkpoint to a diffusers model folder.",
+}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommands of ``checkpoint``."""
+    add_commands(parser, _COMMANDS, _command)
+
+
+def _command(name: str) -> Command:
+    act = {"show": _show, "verify": _verify, "convert": _convert}[name]
+    return Command(_configure_convert if name == "convert" else _add_path, partial(_run, act))
+
+
+def _run(act: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependencyError(
+            "is not installed, but reading checkpoints requires it", "pip install torch", "torch"
+        )
+    return act(arguments)

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, Final, cast
 
 from zerotune._util.table import Line, Page
 from zerotune._util.text import counted
-from zerotune.cli import Below, Later, add_commands, print_json, print_page, print_text
+from zerotune.cli import Command, add_commands, print_json, print_page, print_text
 from zerotune.decisions import SEVERITIES, Decision, Rejected, raise_all, worst_first
 from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError, UnknownKeyError
 from zerotune.plan import read
@@ -25,7 +26,8 @@ from zerotune.plan.source import key_lines, read_text
 from zerotune.plan.values import Integer, Kind
 from zerotune.platform.facts import CUDA, Platform
 
-_REPORTS: Final = {
+_COMMANDS: Final = {
+    "check": "Check a configuration for mistakes; needs neither torch nor DeepSpeed.",
     "convert": "Convert a configuration to another format without changing the training.",
     "explain": "Describe a plan; with a model, also its memory and time.",
     "diff": "Show the differences between two configurations.",
@@ -35,16 +37,14 @@ _REPORTS: Final = {
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the subcommands of ``plan``."""
-    reports = {
-        name: Later(summary, "zerotune.cli.reports", name.capitalize())
-        for name, summary in _REPORTS.items()
-    }
-    add_commands(parser, check=_Check, **reports)
+    add_commands(parser, _COMMANDS, _command)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the selected subcommand."""
-    return int(arguments.command(arguments).run())
+def _command(name: str) -> Command:
+    if name == "check":
+        return Command(_configure_check, _check)
+    reports = importlib.import_module("zerotune.cli.reports")
+    return cast("Command", getattr(reports, name.upper()))
 
 
 # -- What the commands share.
@@ -117,123 +117,118 @@ def set_world_size(arguments: argparse.Namespace, plan: Settings | None) -> int:
 # -- check
 
 
-class _Check(Below):
-    summary: ClassVar[str] = (
-        "Check a configuration for mistakes; needs neither torch nor DeepSpeed."
+def _configure_check(parser: argparse.ArgumentParser) -> None:
+    add_file(parser)
+    parser.add_argument("--world-size", type=number_of_processes, metavar="N", help=WORLD_SIZE_HELP)
+    add_update(parser)
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument(
+        "--strict", action="store_true", help="exit with an error if there are warnings"
     )
 
-    @staticmethod
-    def configure(parser: argparse.ArgumentParser) -> None:
-        add_file(parser)
-        parser.add_argument(
-            "--world-size", type=number_of_processes, metavar="N", help=WORLD_SIZE_HELP
-        )
-        add_update(parser)
-        parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-        parser.add_argument(
-            "--strict", action="store_true", help="exit with an error if there are warnings"
-        )
 
-    def run(self) -> int:
-        """Check a file; return 0 without findings, 1 with findings, 2 if it cannot be read."""
-        status = 1
-        try:
-            problems, plan = self._problems()
-        except (PlanFileError, PlanSyntaxError) as error:
-            if not self.arguments.json:
-                raise
-            problems, status = [Decision.of(each, rule="file") for each in error.each()], 2
-            plan = None
-        problems = worst_first(map(_as_refused, problems))
-        counts = {name: sum(p.severity == name for p in problems) for name in SEVERITIES}
-        # Read the file again for line numbers only if there is something to report.
-        lines = self._key_lines(plan) if problems and status == 1 else {}
-        if self.arguments.json:
-            print_json(
-                {
-                    "file": self.arguments.file,
-                    "world_size": self.arguments.world_size,
-                    **{f"{name}s": count for name, count in counts.items()},
-                    "findings": [_problem_data(problem, lines) for problem in problems],
-                }
-            )
-        else:
-            summary = ", ".join(counted(count, name) for name, count in counts.items() if count)
-            ranks = counted(self.arguments.world_size, "process", "processes")
-            blocks = []
-            for one in problems:
-                file, line = _line_of(one, lines)
-                place = "" if line is None else f"{file and f'{file} '}line {line}, "
-                text = f"{place}{one.rule}: {_problem_text(one)}"
-                blocks.append(Line(text, mark=f"[{one.severity}]", style=one.severity))
-            title = f"{self.arguments.file}: {summary or 'nothing to report'} at {ranks}"
-            print_page(Page(title=title, blocks=tuple(blocks)))
-            if any(isinstance(one.error, UnknownKeyError) for one in problems):
-                print_text("for a key of a newer DeepSpeed, pass --also-known KEY")
-        failed = counts["error"] or (self.arguments.strict and counts["warning"])
-        return status if failed else 0
-
-    def _problems(self) -> tuple[list[Decision], Settings | None]:
-        """Return the problems, and the part of the plan that can be read."""
-        import attrs
-
-        plan, mistakes = read.read_partly(
-            lambda log: read.load_plan(self.arguments.file, log),
-            also_known=self.arguments.also_known,
+def _check(arguments: argparse.Namespace) -> int:
+    """Check a file; return 0 without findings, 1 with findings, 2 if it cannot be read."""
+    status = 1
+    try:
+        problems, plan = _problems(arguments)
+    except (PlanFileError, PlanSyntaxError) as error:
+        if not arguments.json:
+            raise
+        problems, status = [Decision.of(each, rule="file") for each in error.each()], 2
+        plan = None
+    problems = worst_first(map(_as_refused, problems))
+    counts = {name: sum(p.severity == name for p in problems) for name in SEVERITIES}
+    # Read the file again for line numbers only if there is something to report.
+    lines = _key_lines(arguments, plan) if problems and status == 1 else {}
+    if arguments.json:
+        print_json(
+            {
+                "file": arguments.file,
+                "world_size": arguments.world_size,
+                **{f"{name}s": count for name, count in counts.items()},
+                "findings": [_problem_data(problem, lines) for problem in problems],
+            }
         )
-        if any(isinstance(error, PlanFileError | PlanSyntaxError) for error in mistakes):
-            raise_all(mistakes)
-        refused = [Decision.of(error, rule="read") for error in mistakes]
-        world_size = set_world_size(self.arguments, plan)
-        if plan is None:
-            return refused, None
-        inspection = inspect(
-            plan,
-            Context(world_size=world_size),
-            # Rules need only the file; resolving needs a machine, so assume one that supports
-            # everything.
-            resolve_in=Context(
-                world_size=world_size,
-                platform=Platform.synthetic(CUDA, device_count=world_size),
-            ),
-            mistakes=mistakes,
-            update=DeviceUpdate.of(self.arguments.update),
-        )
-        read_as = (attrs.evolve(one, rule="read") for one in plan.decisions)
-        problems = [*refused, *read_as, *inspection.findings]
-        keys = {problem.key for problem in problems}
-        chosen = inspection.resolved.decisions if inspection.resolved else ()
-        warnings = (
-            one
-            for one in chosen
-            if one.severity == "warning" and (one.rule == BY_CHOICE or one.key == "update")
-        )
-        later = [*inspection.refusals, *warnings]
-        return [*problems, *(each for each in later if each.key not in keys)], plan
+    else:
+        summary = ", ".join(counted(count, name) for name, count in counts.items() if count)
+        ranks = counted(arguments.world_size, "process", "processes")
+        blocks = []
+        for one in problems:
+            file, line = _line_of(one, lines)
+            place = "" if line is None else f"{file and f'{file} '}line {line}, "
+            text = f"{place}{one.rule}: {_problem_text(one)}"
+            blocks.append(Line(text, mark=f"[{one.severity}]", style=one.severity))
+        title = f"{arguments.file}: {summary or 'nothing to report'} at {ranks}"
+        print_page(Page(title=title, blocks=tuple(blocks)))
+        if any(isinstance(one.error, UnknownKeyError) for one in problems):
+            print_text("for a key of a newer DeepSpeed, pass --also-known KEY")
+    failed = counts["error"] or (arguments.strict and counts["warning"])
+    return status if failed else 0
 
-    def _key_lines(self, plan: Settings | None) -> Mapping[str, _Place]:
-        """Return the place of each key, and of each setting that the file names differently.
 
-        The configuration may be a part of the file, or a file that the file names.
-        """
-        path = Path(self.arguments.file)
-        lines = {key: ("", line) for key, line in key_lines(read_text(path), path).items()}
-        source = plan.source if plan is not None else str(path)
-        inside: dict[str, _Place] = {}
-        for key, place in lines.items():
-            wrapper, _, below = key.partition(".")
-            if source == f"{path} ({wrapper})":
-                inside[below] = place
-        if source != str(path) and Path(source).is_file():
-            found = key_lines(read_text(Path(source)), Path(source))
-            inside = {key: (source, line) for key, line in found.items()}
-        named = {**lines, **inside}
-        for setting, name in (plan.names if plan is not None else {}).items():
-            if name in lines:
-                named[setting] = lines[name]
-                # accelerate has a single setting for some sections; its line stands for both.
-                named.setdefault(setting.rpartition(".")[0], lines[name])
-        return named
+def _problems(arguments: argparse.Namespace) -> tuple[list[Decision], Settings | None]:
+    """Return the problems, and the part of the plan that can be read."""
+    import attrs
+
+    plan, mistakes = read.read_partly(
+        lambda log: read.load_plan(arguments.file, log),
+        also_known=arguments.also_known,
+    )
+    if any(isinstance(error, PlanFileError | PlanSyntaxError) for error in mistakes):
+        raise_all(mistakes)
+    refused = [Decision.of(error, rule="read") for error in mistakes]
+    world_size = set_world_size(arguments, plan)
+    if plan is None:
+        return refused, None
+    inspection = inspect(
+        plan,
+        Context(world_size=world_size),
+        # Rules need only the file; resolving needs a machine, so assume one that supports
+        # everything.
+        resolve_in=Context(
+            world_size=world_size,
+            platform=Platform.synthetic(CUDA, device_count=world_size),
+        ),
+        mistakes=mistakes,
+        update=DeviceUpdate.of(arguments.update),
+    )
+    read_as = (attrs.evolve(one, rule="read") for one in plan.decisions)
+    problems = [*refused, *read_as, *inspection.findings]
+    keys = {problem.key for problem in problems}
+    chosen = inspection.resolved.decisions if inspection.resolved else ()
+    warnings = (
+        one
+        for one in chosen
+        if one.severity == "warning" and (one.rule == BY_CHOICE or one.key == "update")
+    )
+    later = [*inspection.refusals, *warnings]
+    return [*problems, *(each for each in later if each.key not in keys)], plan
+
+
+def _key_lines(arguments: argparse.Namespace, plan: Settings | None) -> Mapping[str, _Place]:
+    """Return the place of each key, and of each setting that the file names differently.
+
+    The configuration may be a part of the file, or a file that the file names.
+    """
+    path = Path(arguments.file)
+    lines = {key: ("", line) for key, line in key_lines(read_text(path), path).items()}
+    source = plan.source if plan is not None else str(path)
+    inside: dict[str, _Place] = {}
+    for key, place in lines.items():
+        wrapper, _, below = key.partition(".")
+        if source == f"{path} ({wrapper})":
+            inside[below] = place
+    if source != str(path) and Path(source).is_file():
+        found = key_lines(read_text(Path(source)), Path(source))
+        inside = {key: (source, line) for key, line in found.items()}
+    named = {**lines, **inside}
+    for setting, name in (plan.names if plan is not None else {}).items():
+        if name in lines:
+            named[setting] = lines[name]
+            # accelerate has a single setting for some sections; its line stands for both.
+            named.setdefault(setting.rpartition(".")[0], lines[name])
+    return named
 
 
 def _as_refused(one: Decision) -> Decision:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from zerotune._util.table import Line, Page
-from zerotune.cli import Below, print_json, print_page, print_text, tell
+from zerotune.cli import Command, print_json, print_page, print_text, tell
 from zerotune.cli.options import (
     add_configuration,
     add_engine,
@@ -77,53 +77,50 @@ def _draw_chart(
 # -- convert
 
 
-class Convert(Below):
-    """Write a configuration in another format."""
+def _configure_convert(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    add_file(parser)
+    parser.add_argument("--to", choices=FORMATS, required=True, help="target format")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="OUT",
+        help="file to write (default: print the result); an existing file is kept as OUT.bak",
+    )
+    parser.add_argument(
+        "--num-processes",
+        type=number_of_processes,
+        default=1,
+        metavar="N",
+        help="number of processes for an accelerate YAML if FILE does not set it; default 1",
+    )
+    parser.add_argument(
+        "--lossy",
+        metavar="KEYS",
+        default="",
+        help="launch settings that may be dropped if the format does not support them "
+        "(num_processes,gpu_ids)",
+    )
 
-    @staticmethod
-    def configure(parser: argparse.ArgumentParser) -> None:
-        """Add the arguments."""
-        add_file(parser)
-        parser.add_argument("--to", choices=FORMATS, required=True, help="target format")
-        parser.add_argument(
-            "-o",
-            "--output",
-            metavar="OUT",
-            help="file to write (default: print the result); an existing file is kept as OUT.bak",
-        )
-        parser.add_argument(
-            "--num-processes",
-            type=number_of_processes,
-            default=1,
-            metavar="N",
-            help="number of processes for an accelerate YAML if FILE does not set it; default 1",
-        )
-        parser.add_argument(
-            "--lossy",
-            metavar="KEYS",
-            default="",
-            help="launch settings that may be dropped if the format does not support them "
-            "(num_processes,gpu_ids)",
-        )
 
-    def run(self) -> int:
-        """Convert a file; settings dropped by ``--lossy`` are listed on stderr."""
-        plan = DeepSpeedPlan.load(self.arguments.file, also_known=self.arguments.also_known)
-        if self.arguments.to == "accelerate":
-            plan = launchable(plan, processes=self.arguments.num_processes)
-        lossy = [name for name in self.arguments.lossy.split(",") if name.strip()]
-        if self.arguments.output is None:
-            document = plan_document(plan, self.arguments.to, lossy=lossy)
-            _tell_decisions((*plan.decisions, *document.decisions))
-            print_text(document.text)
-            return 0
-        saved = plan.save(self.arguments.output, format=self.arguments.to, lossy=lossy)
-        _tell_decisions((*plan.decisions, *saved.decisions))
-        for path in saved.paths:
-            tell(f"wrote {path}")
-        for backup in saved.backups:
-            tell(f"kept {backup}")
+def _convert(arguments: argparse.Namespace) -> int:
+    """Convert a file; settings dropped by ``--lossy`` are listed on stderr."""
+    plan = DeepSpeedPlan.load(arguments.file, also_known=arguments.also_known)
+    if arguments.to == "accelerate":
+        plan = launchable(plan, processes=arguments.num_processes)
+    lossy = [name for name in arguments.lossy.split(",") if name.strip()]
+    if arguments.output is None:
+        document = plan_document(plan, arguments.to, lossy=lossy)
+        _tell_decisions((*plan.decisions, *document.decisions))
+        print_text(document.text)
         return 0
+    saved = plan.save(arguments.output, format=arguments.to, lossy=lossy)
+    _tell_decisions((*plan.decisions, *saved.decisions))
+    for path in saved.paths:
+        tell(f"wrote {path}")
+    for backup in saved.backups:
+        tell(f"kept {backup}")
+    return 0
 
 
 def _tell_decisions(decisions: Iterable[Decision]) -> None:
@@ -151,246 +148,246 @@ _NEED_A_MODEL: Final = (
 )
 
 
-class Explain(Below):
-    """Describe a plan and, with a model, its memory and time."""
+def _configure_explain(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    add_file(parser)
+    model = parser.add_argument_group("model")
+    add_family(model, what="estimate the plan for this model")
+    add_configuration(model)
+    add_sample(model)
+    model.add_argument(
+        "--no-gradient-checkpointing", action="store_true", help="keep all activations"
+    )
+    model.add_argument(
+        "--activation-offload",
+        action="store_true",
+        help="store the inputs of recomputed blocks in host memory",
+    )
+    add_engine(parser)
+    machine = add_machine(
+        parser,
+        "to plan for a different machine, describe it; the default is this machine",
+    )
+    machine.add_argument("--accelerator", choices=ACCELERATORS, help="accelerator for training")
+    add_workload(parser, None, WORLD_SIZE_HELP)
+    add_output(parser)
 
-    @staticmethod
-    def configure(parser: argparse.ArgumentParser) -> None:
-        """Add the arguments."""
-        add_file(parser)
-        model = parser.add_argument_group("model")
-        add_family(model, what="estimate the plan for this model")
-        add_configuration(model)
-        add_sample(model)
-        model.add_argument(
-            "--no-gradient-checkpointing", action="store_true", help="keep all activations"
+
+def _explain(arguments: argparse.Namespace) -> int:
+    """Explain a plan; return 1 if a rule finds an error or memory is insufficient, else 0."""
+    plan = DeepSpeedPlan.load(arguments.file, also_known=arguments.also_known)
+    set_world_size(arguments, plan)
+    if arguments.family is None:
+        for name in _NEED_A_MODEL:
+            if getattr(arguments, name) not in (None, False):
+                raise InvalidValueError(
+                    "has no effect without --family NAME",
+                    "add --family NAME, or remove this option",
+                    f"--{name.replace('_', '-')}",
+                )
+        platform = described_machine(arguments)
+        summary = plan.summary(world_size=arguments.world_size, platform=platform)
+        if arguments.json:
+            print_json(summary)
+        else:
+            print_page(plan_page(plan, world_size=arguments.world_size, platform=platform))
+        return int(any(finding["severity"] == "error" for finding in summary["findings"]))
+    return _explain_cost(arguments, plan)
+
+
+def _explain_cost(arguments: argparse.Namespace, plan: DeepSpeedPlan) -> int:
+    sizes: dict[str, int | None] = {**sizes_of(arguments)}
+    platform = described_machine(arguments)
+    if platform is None:
+        platform = detect_platform(log=False)
+        sizes = {"vram": platform.vram, "ram": platform.host_memory.limit, **sizes}
+    elif arguments.card is not None:
+        sizes = {"vram": platform.vram, **sizes}
+    given = {name: getattr(arguments, name) for name in ("batch", "resolution", "frames")}
+    estimate = plan.estimate(
+        estimated_model(arguments),
+        platform=platform,
+        world_size=arguments.world_size,
+        ema=arguments.ema,
+        lora=arguments.lora,
+        base_dtype=arguments.base_dtype,
+        gradient_checkpointing=not arguments.no_gradient_checkpointing,
+        activation_offload=arguments.activation_offload,
+        **engine_of(arguments),
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    budget = rank_budget(by_place(sizes), estimate)
+    _draw_chart(estimate, budget, arguments)
+    _show_cost(arguments, estimate, budget)
+    return 0 if all(fit.fits for fit in fits(estimate, budget)) else 1
+
+
+def _show_cost(arguments: argparse.Namespace, estimate: MemoryEstimate, budget: RankBudget) -> None:
+    import attrs
+
+    time = estimate.step_time()
+    if arguments.json:
+        every = fits(estimate, budget)
+        print_json(
+            {
+                "resolved": estimate.resolved.summary(),
+                "estimate": estimate.to_dict(),
+                "fits": [{**attrs.asdict(fit), "fits": fit.fits} for fit in every],
+                "time": None if time is None else time_data(time),
+            }
         )
-        model.add_argument(
-            "--activation-offload",
-            action="store_true",
-            help="store the inputs of recomputed blocks in host memory",
-        )
-        add_engine(parser)
-        machine = add_machine(
-            parser,
-            "to plan for a different machine, describe it; the default is this machine",
-        )
-        machine.add_argument("--accelerator", choices=ACCELERATORS, help="accelerator for training")
-        add_workload(parser, None, WORLD_SIZE_HELP)
-        add_output(parser)
-
-    def run(self) -> int:
-        """Explain a plan; return 1 if a rule finds an error or memory is insufficient, else 0."""
-        plan = DeepSpeedPlan.load(self.arguments.file, also_known=self.arguments.also_known)
-        set_world_size(self.arguments, plan)
-        if self.arguments.family is None:
-            for name in _NEED_A_MODEL:
-                if getattr(self.arguments, name) not in (None, False):
-                    raise InvalidValueError(
-                        "has no effect without --family NAME",
-                        "add --family NAME, or remove this option",
-                        f"--{name.replace('_', '-')}",
-                    )
-            platform = described_machine(self.arguments)
-            summary = plan.summary(world_size=self.arguments.world_size, platform=platform)
-            if self.arguments.json:
-                print_json(summary)
-            else:
-                print_page(plan_page(plan, world_size=self.arguments.world_size, platform=platform))
-            return int(any(finding["severity"] == "error" for finding in summary["findings"]))
-        return self._explain_cost(plan)
-
-    def _explain_cost(self, plan: DeepSpeedPlan) -> int:
-        sizes: dict[str, int | None] = {**sizes_of(self.arguments)}
-        platform = described_machine(self.arguments)
-        if platform is None:
-            platform = detect_platform(log=False)
-            sizes = {"vram": platform.vram, "ram": platform.host_memory.limit, **sizes}
-        elif self.arguments.card is not None:
-            sizes = {"vram": platform.vram, **sizes}
-        given = {name: getattr(self.arguments, name) for name in ("batch", "resolution", "frames")}
-        estimate = plan.estimate(
-            estimated_model(self.arguments),
-            platform=platform,
-            world_size=self.arguments.world_size,
-            ema=self.arguments.ema,
-            lora=self.arguments.lora,
-            base_dtype=self.arguments.base_dtype,
-            gradient_checkpointing=not self.arguments.no_gradient_checkpointing,
-            activation_offload=self.arguments.activation_offload,
-            **engine_of(self.arguments),
-            **{name: value for name, value in given.items() if value is not None},
-        )
-        budget = rank_budget(by_place(sizes), estimate)
-        _draw_chart(estimate, budget, self.arguments)
-        self._show_cost(estimate, budget)
-        return 0 if all(fit.fits for fit in fits(estimate, budget)) else 1
-
-    def _show_cost(self, estimate: MemoryEstimate, budget: RankBudget) -> None:
-        import attrs
-
-        time = estimate.step_time()
-        if self.arguments.json:
-            every = fits(estimate, budget)
-            print_json(
-                {
-                    "resolved": estimate.resolved.summary(),
-                    "estimate": estimate.to_dict(),
-                    "fits": [{**attrs.asdict(fit), "fits": fit.fits} for fit in every],
-                    "time": None if time is None else time_data(time),
-                }
-            )
-            return
-        page = estimate_page(estimate, budget=budget)
-        if time is not None:
-            page = Page(blocks=(*page.blocks, Line(""), Line(time_words(time), indent=2)))
-        print_page(resolved_page(estimate.resolved))
-        print_text("")
-        print_page(page, width=WIDTH)
+        return
+    page = estimate_page(estimate, budget=budget)
+    if time is not None:
+        page = Page(blocks=(*page.blocks, Line(""), Line(time_words(time), indent=2)))
+    print_page(resolved_page(estimate.resolved))
+    print_text("")
+    print_page(page, width=WIDTH)
 
 
 # -- diff
 
 
-class Diff(Below):
-    """Compare two configurations."""
+def _configure_diff(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("before", metavar="BEFORE", help=FILE_HELP)
+    parser.add_argument("after", metavar="AFTER", help="the changed configuration")
+    add_reading(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
-    @staticmethod
-    def configure(parser: argparse.ArgumentParser) -> None:
-        """Add the arguments."""
-        parser.add_argument("before", metavar="BEFORE", help=FILE_HELP)
-        parser.add_argument("after", metavar="AFTER", help="the changed configuration")
-        add_reading(parser)
-        parser.add_argument("--json", action="store_true", help="print JSON")
 
-    def run(self) -> int:
-        """Compare two plans; return 0 if they are equal, else 1."""
-        difference = self._loaded(self.arguments.before).diff(self._loaded(self.arguments.after))
-        if self.arguments.json:
-            print_json(difference.to_dict())
-        else:
-            print_page(difference.page())
-        return int(bool(difference))
+def _diff(arguments: argparse.Namespace) -> int:
+    """Compare two plans; return 0 if they are equal, else 1."""
+    difference = _loaded(arguments, arguments.before).diff(_loaded(arguments, arguments.after))
+    if arguments.json:
+        print_json(difference.to_dict())
+    else:
+        print_page(difference.page())
+    return int(bool(difference))
 
-    def _loaded(self, path: str) -> DeepSpeedPlan:
-        try:
-            return DeepSpeedPlan.load(path, also_known=self.arguments.also_known)
-        except ZeroTuneError:
-            tell(f"{path} has errors, so the configurations cannot be compared")
-            raise
+
+def _loaded(arguments: argparse.Namespace, path: str) -> DeepSpeedPlan:
+    try:
+        return DeepSpeedPlan.load(path, also_known=arguments.also_known)
+    except ZeroTuneError:
+        tell(f"{path} has errors, so the configurations cannot be compared")
+        raise
 
 
 # -- advise
 
 
-class Advise(Below):
-    """Find the fastest plan that fits."""
+def _configure_advise(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    add_family(parser, what="the model", required=True)
+    add_configuration(parser)
+    add_machine(parser)
+    add_training(parser)
+    parser.add_argument(
+        "--prefer",
+        type=lambda text: text.replace("-", " "),
+        choices=PREFERENCES,
+        default=PREFERENCES[0],
+        metavar=f"{{{','.join(each.replace(' ', '-') for each in PREFERENCES)}}}",
+        help="how to choose among the plans that fit; default: by predicted seconds per step",
+    )
+    parser.add_argument(
+        "--streamed",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="whether a plan with streamed weights may be chosen; such plans are always listed",
+    )
+    add_update(parser)
+    add_workload(parser)
+    add_output(parser)
+    parser.add_argument("--all", action="store_true", help="show all candidates instead of five")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="save the plan in this .json or .yaml file"
+    )
 
-    @staticmethod
-    def configure(parser: argparse.ArgumentParser) -> None:
-        """Add the arguments."""
-        add_family(parser, what="the model", required=True)
-        add_configuration(parser)
-        add_machine(parser)
-        add_training(parser)
-        parser.add_argument(
-            "--prefer",
-            type=lambda text: text.replace("-", " "),
-            choices=PREFERENCES,
-            default=PREFERENCES[0],
-            metavar=f"{{{','.join(each.replace(' ', '-') for each in PREFERENCES)}}}",
-            help="how to choose among the plans that fit; default: by predicted seconds per step",
-        )
-        parser.add_argument(
-            "--streamed",
-            action=argparse.BooleanOptionalAction,
-            default=True,
-            help="whether a plan with streamed weights may be chosen; such plans are always listed",
-        )
-        add_update(parser)
-        add_workload(parser)
-        add_output(parser)
-        parser.add_argument(
-            "--all", action="store_true", help="show all candidates instead of five"
-        )
-        parser.add_argument(
-            "-o", "--output", metavar="FILE", help="save the plan in this .json or .yaml file"
-        )
 
-    def run(self) -> int:
-        """Find the best plan; return 0 if a plan fits, else 1."""
-        optimizer = parse_optimizer_name(self.arguments.optimizer, key="--optimizer").canonical
-        model = estimated_model(self.arguments)
-        machine = machine_of(self.arguments)
-        try:
-            advice = DeepSpeedPlan.advise(
-                model,
-                **machine,
-                batch=self.arguments.batch or 1,
-                resolution=self.arguments.resolution,
-                frames=self.arguments.frames,
-                world_size=self.arguments.world_size,
-                precision=self.arguments.precision,
-                ema=self.arguments.ema,
-                lora=self.arguments.lora,
-                base_dtype=self.arguments.base_dtype,
-                gradient_clipping=self.arguments.gradient_clipping,
-                optimizer=optimizer,
-                prefer=self.arguments.prefer,
-                streamed=self.arguments.streamed,
-                update=self.arguments.update,
+def _advise(arguments: argparse.Namespace) -> int:
+    """Find the best plan; return 0 if a plan fits, else 1."""
+    optimizer = parse_optimizer_name(arguments.optimizer, key="--optimizer").canonical
+    model = estimated_model(arguments)
+    machine = machine_of(arguments)
+    try:
+        advice = DeepSpeedPlan.advise(
+            model,
+            **machine,
+            batch=arguments.batch or 1,
+            resolution=arguments.resolution,
+            frames=arguments.frames,
+            world_size=arguments.world_size,
+            precision=arguments.precision,
+            ema=arguments.ema,
+            lora=arguments.lora,
+            base_dtype=arguments.base_dtype,
+            gradient_clipping=arguments.gradient_clipping,
+            optimizer=optimizer,
+            prefer=arguments.prefer,
+            streamed=arguments.streamed,
+            update=arguments.update,
+        )
+    except NothingFitsError as error:
+        _report_nothing(arguments, error, machine)
+        return 1
+    _report(arguments, advice)
+    return 0
+
+
+def _report(arguments: argparse.Namespace, advice: Advice) -> None:
+    _draw_chart(advice.estimate, rank_budget(places_of(advice.budget), advice.estimate), arguments)
+    if arguments.json:
+        print_json(advice.to_dict())
+    else:
+        most = None if arguments.all else FOREMOST
+        print_page(advice_page(advice, most=most), width=WIDTH)
+        shown = len(advice.candidates if most is None else foremost(advice, most))
+        if shown < len(advice.candidates):
+            print_text(f"  --all shows {len(advice.candidates) - shown} more")
+    if arguments.output:
+        saved = advice.plan.save(arguments.output)
+        for decision in saved.decisions:
+            tell(str(decision))
+        kept = "".join(f"; the replaced file is kept as {backup}" for backup in saved.backups)
+        tell(f"the plan is saved in {arguments.output}{kept}")
+        if advice.streamed is not None:
+            tell(
+                "the file cannot express streaming: write streamed: "
+                f"{json.dumps(advice.streamed.to_dict() or True)} for zerotune train, or pass "
+                "it to plan.resolve"
             )
-        except NothingFitsError as error:
-            self._report_nothing(error, machine)
-            return 1
-        self._report(advice)
-        return 0
+        if advice.update is not None:
+            tell(
+                "the file cannot express the update on the device: write update: "
+                f"{advice.update.name} for zerotune train, or pass it to plan.resolve"
+            )
+        if advice.activation_offload:
+            tell(
+                "the file cannot express activation offload, without which the plan needs more "
+                "device memory: pass activations=ActivationOffload() to Trainer, or "
+                "activation_offload: true to zerotune train; plan explain "
+                "--activation-offload estimates it"
+            )
 
-    def _report(self, advice: Advice) -> None:
-        _draw_chart(
-            advice.estimate, rank_budget(places_of(advice.budget), advice.estimate), self.arguments
-        )
-        if self.arguments.json:
-            print_json(advice.to_dict())
-        else:
-            most = None if self.arguments.all else FOREMOST
-            print_page(advice_page(advice, most=most), width=WIDTH)
-            shown = len(advice.candidates if most is None else foremost(advice, most))
-            if shown < len(advice.candidates):
-                print_text(f"  --all shows {len(advice.candidates) - shown} more")
-        if self.arguments.output:
-            saved = advice.plan.save(self.arguments.output)
-            for decision in saved.decisions:
-                tell(str(decision))
-            kept = "".join(f"; the replaced file is kept as {backup}" for backup in saved.backups)
-            tell(f"the plan is saved in {self.arguments.output}{kept}")
-            if advice.streamed is not None:
-                tell(
-                    "the file cannot express streaming: write streamed: "
-                    f"{json.dumps(advice.streamed.to_dict() or True)} for zerotune train, or pass "
-                    "it to plan.resolve"
-                )
-            if advice.update is not None:
-                tell(
-                    "the file cannot express the update on the device: write update: "
-                    f"{advice.update.name} for zerotune train, or pass it to plan.resolve"
-                )
-            if advice.activation_offload:
-                tell(
-                    "the file cannot express activation offload, without which the plan needs more "
-                    "device memory: pass activations=ActivationOffload() to Trainer, or "
-                    "activation_offload: true to zerotune train; plan explain "
-                    "--activation-offload estimates it"
-                )
 
-    def _report_nothing(self, error: NothingFitsError, machine: Mapping[str, Any]) -> None:
-        nearest = error.nearest
-        budget = by_place({**machine, "vram": machine["vram"] or 0})
-        _draw_chart(nearest.estimate, nearest_budget(nearest, budget=budget), self.arguments)
-        said = str(error.in_shell())
-        if self.arguments.json:
-            print_json({"fits": False, "reason": said, "nearest": candidate_data(nearest)})
-        else:
-            print_page(Page(blocks=(Line(said, mark="error:", style="error"),)), width=WIDTH)
-            print_text("")
-            print_page(nearest_page(nearest, budget=budget), width=WIDTH)
+def _report_nothing(
+    arguments: argparse.Namespace, error: NothingFitsError, machine: Mapping[str, Any]
+) -> None:
+    nearest = error.nearest
+    budget = by_place({**machine, "vram": machine["vram"] or 0})
+    _draw_chart(nearest.estimate, nearest_budget(nearest, budget=budget), arguments)
+    said = str(error.in_shell())
+    if arguments.json:
+        print_json({"fits": False, "reason": said, "nearest": candidate_data(nearest)})
+    else:
+        print_page(Page(blocks=(Line(said, mark="error:", style="error"),)), width=WIDTH)
+        print_text("")
+        print_page(nearest_page(nearest, budget=budget), width=WIDTH)
+
+
+CONVERT: Final = Command(_configure_convert, _convert)
+EXPLAIN: Final = Command(_configure_explain, _explain)
+DIFF: Final = Command(_configure_diff, _diff)
+ADVISE: Final = Command(_configure_advise, _advise)
