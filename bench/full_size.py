@@ -60,7 +60,7 @@ class Training:
             streamed=Streaming(split_masters=True) if self.streamed else None,
             update=DeviceUpdate(masters="split") if self.on_device else None,
         )
-        return OptimizerResolver().apply(found)
+        return OptimizerResolver().resolve(found)
 
 
 @attrs.frozen(kw_only=True)

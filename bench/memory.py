@@ -142,7 +142,7 @@ class Run:
         model.enable_gradient_checkpointing()
         counted = self._facts if name == self._settings["model"] else None
         facts = counted or ModelFacts.from_module(model)
-        resolved = OptimizerResolver().apply(plan.resolve(model=facts))
+        resolved = OptimizerResolver().resolve(plan.resolve(model=facts))
         with build_engine(model=model, plan=resolved) as engine:
             make = example_inputs(model)
             for _ in range(steps):

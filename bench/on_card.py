@@ -303,7 +303,7 @@ class OnCard:
             engine=self._how.get("engine"),
             update=self._how.get("update"),
         )  # fmt: skip
-        return OptimizerResolver().apply(resolved)
+        return OptimizerResolver().resolve(resolved)
 
     def estimate(self) -> Any:
         """Return the large model's estimate."""

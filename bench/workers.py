@@ -170,7 +170,7 @@ def resolved(model: Any, plan: Mapping[str, Any], *, batch: int, **how: Any) -> 
     built = DeepSpeedPlan.build(micro_batch_size=batch, optimizer=adam, **plan)
     facts = ModelFacts.from_module(model)
     found = built.resolve(platform=detect_platform(log=False), model=facts, **how)
-    return OptimizerResolver().apply(found)
+    return OptimizerResolver().resolve(found)
 
 
 def load_libraries() -> int:

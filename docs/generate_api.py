@@ -51,7 +51,6 @@ RELATED = {
         f"{_PLAN}.sections": "ZeroSection OffloadSection AioSection Bf16Section Fp16Section "
         "OptimizerSection SchedulerSection LaunchSection",
         f"{_PLAN}.candidates": "Budget Candidate",
-        f"{_PLAN}.diff": "PlanDifference Change",
         f"{_PLAN}.rules.rule": "Finding Rule",
         f"{_PLAN}.rules.table": "all_rules",
         f"{_PLAN}.optimizer.choices": "OptimizerChoice SchedulerChoice",
@@ -67,13 +66,11 @@ RELATED = {
     },
     "zerotune.plan.plan_document": {f"{_PLAN}.write": "PlanDocument SavedPlan"},
     "zerotune.optim.OptimizerResolver": {
-        f"{_PLAN}.optimizer.resolver": "OptimizerResolution",
         f"{_PLAN}.optimizer.capability": "Capability",
         f"{_PLAN}.optimizer.catalogue": "OPTIMIZERS",
         f"{_PLAN}.optimizer.entries": "OptimizerEntry Parameter",
         f"{_PLAN}.optimizer.schedules": "SCHEDULERS SchedulerEntry",
     },
-    "zerotune.optim.MuonPatterns": {f"{_PLAN}.optimizer.muon": "MUON_DEFAULTS"},
     "zerotune.platform.Platform": {
         "zerotune.platform.facts": "Accelerator DeepSpeedSupport Device HostMemory",
     },

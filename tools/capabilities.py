@@ -55,11 +55,7 @@ PARAMS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-_RESOLVER = OptimizerResolver(
-    on_unsupported="error",
-    overrides={"scheduler.type": None},
-    deepspeed_version=version("deepspeed"),
-)
+_RESOLVER = OptimizerResolver(overrides={"scheduler.type": None})
 
 
 class DigitsNet(torch.nn.Module):
@@ -158,7 +154,7 @@ def _train(place: dict[str, Any], steps: int) -> Cell:
             world_size=1,
             streamed=Streaming(units=("hidden", "middle")) if name in STREAMED else None,
         )
-        with build_engine(model=model, plan=_RESOLVER.apply(plan)) as engine:
+        with build_engine(model=model, plan=_RESOLVER.resolve(plan)) as engine:
             if place["offload"] == "nvme":
                 _check_swaps(engine)
             before = {key: value.clone() for key, value in engine.master_weights.gather()}

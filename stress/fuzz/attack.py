@@ -190,13 +190,12 @@ def _verbs(
     if not found:
         return
     resolved = found[0]
-    yield "settle", lambda: found.append(OptimizerResolver().apply(resolved))
+    yield "settle", lambda: found.append(OptimizerResolver().resolve(resolved))
     settled = found[-1]
     yield "resolved.explain", settled.explain
     yield "resolved.summary", lambda: json.dumps(settled.summary(), allow_nan=False)
     yield "to_deepspeed", lambda: json.dumps(settled.to_deepspeed(), allow_nan=False)
     yield "digest", settled.digest
-    yield "diff", lambda: resolved.diff(settled)
     if chance.random() < 0.2:
         yield (
             "estimate",

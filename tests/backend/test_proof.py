@@ -385,7 +385,7 @@ def test_the_host_engine_is_the_default_once_it_is_proven(
 
     def why_not(engine: Any = None, **build: Any) -> str | None:
         plan = DeepSpeedPlan.build(precision="bf16", offload="cpu", **build)
-        settled = OptimizerResolver().apply(plan.resolve(platform=card, engine=engine))
+        settled = OptimizerResolver().resolve(plan.resolve(platform=card, engine=engine))
         return why_not_hosted(settled, model)
 
     monkeypatch.setattr(obstacles, "find_units", lambda *_: [("0", model[0])])

@@ -15,7 +15,7 @@ from zerotune.training.setup import build_engine
 model = torch.nn.Linear(8, 8)
 plan = DeepSpeedPlan.build(stage=2, offload="cpu", optimizer="AdamW")
 plan = plan.resolve(model=ModelFacts.from_module(model), engine="deepspeed")
-engine = build_engine(model=model, plan=OptimizerResolver().apply(plan))
+engine = build_engine(model=model, plan=OptimizerResolver().resolve(plan))
 loss = engine.deepspeed_engine(torch.ones(2, 8, dtype=torch.bfloat16)).pow(2).mean()
 engine.backward(loss)
 engine.step()

@@ -25,7 +25,7 @@ def train(file: str, swap: str, steps: int = 2) -> dict[str, Any]:
     )
     folders = {part: swap for part, folder in resolved.nvme_paths.items() if folder is None}
     engine = build_engine(
-        model=model, plan=OptimizerResolver().apply(resolved.with_nvme_path(**folders))
+        model=model, plan=OptimizerResolver().resolve(resolved.with_nvme_path(**folders))
     )
     losses = []
     for _ in range(steps):

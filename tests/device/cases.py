@@ -233,7 +233,7 @@ def started(case: Case, folder: Path | None = None) -> Iterator[Any]:
         engine=case.engine,
         update=case.update,
     )
-    with build_engine(model=model, plan=OptimizerResolver().apply(resolved)) as engine:
+    with build_engine(model=model, plan=OptimizerResolver().resolve(resolved)) as engine:
         if case.checkpointing == "offloaded":
             from zerotune.diffusion.activations import ActivationOffload, StreamTransfers
 

@@ -35,7 +35,7 @@ def streamed():
         model=ModelFacts.from_module(model),
         streamed=Streaming(units=("Block",), window=2),
     )
-    return build_engine(model=model, plan=OptimizerResolver().apply(plan))
+    return build_engine(model=model, plan=OptimizerResolver().resolve(plan))
 
 
 def check(engine):

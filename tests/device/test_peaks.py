@@ -96,7 +96,7 @@ def resolved(
             if stage == 3
         }
     )  # fmt: skip
-    return OptimizerResolver().apply(
+    return OptimizerResolver().resolve(
         plan.resolve(
             platform=Platform.synthetic("cuda", vram=8 * GIB, ram=24 * GIB),
             model=facts_of(name),

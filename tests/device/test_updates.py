@@ -148,7 +148,7 @@ def squares(model, optimizer, masters, *, clipping):
         model=ModelFacts.from_module(model), world_size=1,
         streamed=Streaming(units=("Square",), window=2), update=DeviceUpdate(masters=masters),
     )  # fmt: skip
-    return OptimizerResolver().apply(resolved)
+    return OptimizerResolver().resolve(resolved)
 
 
 WAYS = pytest.mark.parametrize(

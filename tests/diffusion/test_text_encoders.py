@@ -264,7 +264,7 @@ def test_a_group_cannot_stop_early_with_an_optimizer_that_sets_its_own_learning_
         groups=groups, overrides={"optimizer.type": "AdamWScheduleFree", "lr": 1e-3}
     )
     with pytest.raises(OptimizerError, match="adapts its own learning rate"):
-        resolver.apply(resolved)
+        resolver.resolve(resolved)
 
 
 # -- The reference: diffusers' train_dreambooth_lora_sdxl.py with --train_text_encoder.

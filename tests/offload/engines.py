@@ -64,7 +64,7 @@ def plan_for(*, param: str = "cpu", optimizer: str = "nvme", precision: str = "f
 def resolved_for(model: torch.nn.Module, plan: DeepSpeedPlan) -> Any:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     resolved = plan.resolve(model=ModelFacts.from_module(model), world_size=world_size)
-    return OptimizerResolver().apply(resolved)
+    return OptimizerResolver().resolve(resolved)
 
 
 def unet_loss(engine: Any, rank: int) -> torch.Tensor:

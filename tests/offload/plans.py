@@ -37,7 +37,7 @@ def swapping_plan(
         }
     )
     resolved = plan.resolve(platform=Platform.synthetic(), world_size=world_size, model=model)
-    return OptimizerResolver().apply(resolved)
+    return OptimizerResolver().resolve(resolved)
 
 
 def plain_plan(**options):

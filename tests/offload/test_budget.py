@@ -29,7 +29,7 @@ def machine(gib, *, accelerator="cuda", lockable=None, torch="2.9.1"):
 def resolved(platform, *, stage=2, offload="cpu", world_size=1, model=MODEL, **zero):
     plan = DeepSpeedPlan.build(stage=stage, offload=offload, precision="bf16", **zero)
     found = plan.resolve(platform=platform, model=model, world_size=world_size)
-    return OptimizerResolver().apply(found)
+    return OptimizerResolver().resolve(found)
 
 
 def pins(plan):

@@ -151,7 +151,7 @@ class TestChoiceOfRoot:
         config = swapping_plan(param=tmp_path / "plan").requested.to_deepspeed()
         trainer = {key: str(tmp_path / "trainer"), "deepspeed_config": config}
         plan = DeepSpeedPlan.from_dict(trainer).resolve(platform=Platform.synthetic())
-        plan = OptimizerResolver().apply(plan)
+        plan = OptimizerResolver().resolve(plan)
         with OffloadManager().lease(plan) as lease:
             assert lease.path.parent == tmp_path / "trainer"
             reason = next(one.reason for one in lease.decisions if one.key == "offload.root")

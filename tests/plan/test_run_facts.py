@@ -55,7 +55,7 @@ def test_script_arguments_fill_auto_values_of_a_plan():
     assert resolved.gradient_accumulation_steps == 2
     assert resolved.precision == "bf16"
     assert resolved.plan.gradient_clipping == 0.5
-    applied = OptimizerResolver().apply(resolved)
+    applied = OptimizerResolver().resolve(resolved)
     params = applied.optimizer.params
     assert (params["lr"], params["eps"], params["weight_decay"]) == (3e-5, 1e-7, 1e-6)
     assert tuple(params["betas"]) == (0.95, 0.98)

@@ -32,7 +32,7 @@ def main(output: Path) -> None:
         world_size=Launch.from_environment().world_size,
         engine="deepspeed",
     )
-    engine = build_engine(model=model, plan=OptimizerResolver().apply(plan))
+    engine = build_engine(model=model, plan=OptimizerResolver().resolve(plan))
     losses = []
     for _ in range(12):
         x = torch.ones(4, 9)

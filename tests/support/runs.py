@@ -49,7 +49,7 @@ def build(
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     resolved = plan.resolve(model=ModelFacts.from_module(model), world_size=world_size, **context)
-    settled = (resolver or OptimizerResolver()).apply(resolved)
+    settled = (resolver or OptimizerResolver()).resolve(resolved)
     return build_engine(model=model, plan=settled, timeout_s=timeout_s)
 
 

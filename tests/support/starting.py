@@ -48,7 +48,7 @@ def settled(request: dict[str, Any], folder: Path) -> Any:
         nvme_path=folder if "nvme" in request.values() else None,
         **request,
     ).resolve(model=ModelFacts.from_module(model), engine="deepspeed")
-    return OptimizerResolver().apply(plan), model
+    return OptimizerResolver().resolve(plan), model
 
 
 def start_raw(requests: list[dict[str, Any]], folder: str) -> list[Started]:

@@ -376,8 +376,26 @@ def preview_data(preview: Preview, *, applied: DeepSpeedPlan | None) -> dict[str
         "memory": preview._memory(),
         "time": preview._time(),
         "optimizers": preview._optimizers(),
-        "changes": None if plan is None or applied is None else applied.diff(plan).to_dict(),
+        "changes": None if plan is None or applied is None else _changes(applied, plan),
     }
+
+
+def _changes(before: DeepSpeedPlan, after: DeepSpeedPlan) -> list[dict[str, Any]]:
+    """Return the settings that differ between two plans."""
+    old, new = (
+        dict(leaves(plan.to_dict() | ({"launch": plan.launch.to_dict()} if plan.launch else {})))
+        for plan in (before, after)
+    )
+    return [
+        {
+            "key": key,
+            "kind": "added" if key not in old else "changed" if key in new else "removed",
+            "before": old.get(key),
+            "after": new.get(key),
+        }
+        for key in {**old, **new}
+        if key and (key in old, old.get(key)) != (key in new, new.get(key))
+    ]
 
 
 def _as_json(config: Mapping[str, Any]) -> str:
@@ -429,12 +447,13 @@ def capabilities(
     platform: Platform, *, stage: int, offload: str, precision: str
 ) -> list[dict[str, Any]]:
     """List every optimizer in the catalogue, with the reason for each one that cannot run."""
-    resolver = OptimizerResolver(platform=platform)
     here = Situation(packages=installed_packages())
     names = ("runs", "status", "reason", "alternative", "implementation")
     found = []
     for name, entry in OPTIMIZERS.items():
-        answer = resolver.capability(name, stage=stage, offload=offload, precision=precision)
+        answer = OptimizerResolver.capability(
+            name, stage=stage, offload=offload, precision=precision, platform=platform
+        )
         about = {each: getattr(answer, each) for each in names}
         found.append({"name": name, **about, "missing": missing_package(entry, here)})
     return found

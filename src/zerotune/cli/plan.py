@@ -30,7 +30,6 @@ _COMMANDS: Final = {
     "check": "Check a configuration for mistakes; needs neither torch nor DeepSpeed.",
     "convert": "Convert a configuration to another format without changing the training.",
     "explain": "Describe a plan; with a model, also its memory and time.",
-    "diff": "Show the differences between two configurations.",
     "advise": "Find the fastest plan that fits a model into the given memory.",
 }
 

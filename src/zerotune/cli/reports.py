@@ -1,4 +1,4 @@
-"""``zerotune plan convert``, ``explain``, ``diff`` and ``advise``."""
+"""``zerotune plan convert``, ``explain`` and ``advise``."""
 
 from __future__ import annotations
 
@@ -27,16 +27,14 @@ from zerotune.cli.options import (
     sizes_of,
 )
 from zerotune.cli.plan import (
-    FILE_HELP,
     WORLD_SIZE_HELP,
     add_file,
-    add_reading,
     add_update,
     number_of_processes,
     set_world_size,
 )
 from zerotune.decisions import Decision
-from zerotune.errors import InvalidValueError, NothingFitsError, ZeroTuneError
+from zerotune.errors import InvalidValueError, NothingFitsError
 from zerotune.plan.candidates import PREFERENCES
 from zerotune.plan.charts import plot_memory
 from zerotune.plan.optimizer.names import parse_optimizer_name
@@ -245,35 +243,6 @@ def _show_cost(arguments: argparse.Namespace, estimate: MemoryEstimate, budget: 
     print_page(page, width=WIDTH)
 
 
-# -- diff
-
-
-def _configure_diff(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
-    parser.add_argument("before", metavar="BEFORE", help=FILE_HELP)
-    parser.add_argument("after", metavar="AFTER", help="the changed configuration")
-    add_reading(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _diff(arguments: argparse.Namespace) -> int:
-    """Compare two plans; return 0 if they are equal, else 1."""
-    difference = _loaded(arguments, arguments.before).diff(_loaded(arguments, arguments.after))
-    if arguments.json:
-        print_json(difference.to_dict())
-    else:
-        print_page(difference.page())
-    return int(bool(difference))
-
-
-def _loaded(arguments: argparse.Namespace, path: str) -> DeepSpeedPlan:
-    try:
-        return DeepSpeedPlan.load(path, also_known=arguments.also_known)
-    except ZeroTuneError:
-        tell(f"{path} has errors, so the configurations cannot be compared")
-        raise
-
-
 # -- advise
 
 
@@ -389,5 +358,4 @@ def _report_nothing(
 
 CONVERT: Final = Command(_configure_convert, _convert)
 EXPLAIN: Final = Command(_configure_explain, _explain)
-DIFF: Final = Command(_configure_diff, _diff)
 ADVISE: Final = Command(_configure_advise, _advise)

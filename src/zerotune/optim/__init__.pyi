@@ -2,5 +2,4 @@
 
 from zerotune.plan.optimizer.groups import ParameterGroup as ParameterGroup
 from zerotune.plan.optimizer.groups import ParameterGroups as ParameterGroups
-from zerotune.plan.optimizer.muon import MuonPatterns as MuonPatterns
 from zerotune.plan.optimizer.resolver import OptimizerResolver as OptimizerResolver

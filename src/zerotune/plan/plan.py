@@ -17,7 +17,7 @@ import attrs
 from zerotune._util.text import whole
 from zerotune.decisions import Decision, Log, announce
 from zerotune.errors import InvalidValueError, UnknownKeyError, ZeroTuneError
-from zerotune.plan import advise, diff, read, render, resolution, write
+from zerotune.plan import advise, read, render, resolution, write
 from zerotune.plan.advise import Advised
 from zerotune.plan.candidates import Preference
 from zerotune.plan.context import (
@@ -28,7 +28,6 @@ from zerotune.plan.context import (
     Streaming,
     UpdateName,
 )
-from zerotune.plan.diff import PlanDifference
 from zerotune.plan.facts import ModelFacts
 from zerotune.plan.families import as_facts
 from zerotune.plan.memory import estimate
@@ -37,8 +36,8 @@ from zerotune.plan.memory.items import EMAPlace, Estimate, Workload
 from zerotune.plan.memory.rates import Rates, known_rates
 from zerotune.plan.memory.time import StepTime, step_time
 from zerotune.plan.memory.traffic import SwapTraffic, swap_traffic
-from zerotune.plan.optimizer.choose import DEFAULTS
 from zerotune.plan.optimizer.names import parse_optimizer_name
+from zerotune.plan.optimizer.resolver import OptimizerResolver
 from zerotune.plan.resolution import Inspection
 from zerotune.plan.resolved import Resolved
 from zerotune.plan.rules.table import check_plan
@@ -51,10 +50,6 @@ from zerotune.plan.text import plan as plan_text
 from zerotune.plan.values import AUTO, Auto, Choice
 from zerotune.plan.write import SavedPlan
 from zerotune.platform.facts import Platform
-
-if TYPE_CHECKING:
-    from zerotune.plan.optimizer.resolver import OptimizerResolver
-
 
 _FacadeT = TypeVar("_FacadeT")
 
@@ -179,21 +174,6 @@ class ResolvedPlan(Resolved):
     def summary(self) -> dict[str, Any]:
         """Return what will run as a JSON-serialisable dict."""
         return plan_text.resolved_data(self)
-
-    def diff(self, other: ResolvedPlan) -> PlanDifference:
-        """Return the differences from ``other``; the result is falsy if both train in the same way.
-
-        Rendered configurations (with swap folders), engines, world sizes, optimizers and schedules
-        are compared, but not the reasons for them. Plans with unresolved values can be compared
-        too.
-
-        Args:
-            other: The resolved plan to compare with.
-
-        Raises:
-            InvalidValueError: ``other`` is not a ``ResolvedPlan``.
-        """
-        return diff.diff_resolved(self, other)
 
 
 @attrs.frozen(kw_only=True, repr=False)
@@ -540,7 +520,7 @@ class DeepSpeedPlan(Settings):
             streamed=streamed,
             engine=engine,
             update=DeviceUpdate.of(update),
-            options=resolver or DEFAULTS,
+            resolver=resolver,
         )
         return raised(ResolvedPlan, resolved)
 
@@ -585,14 +565,6 @@ class DeepSpeedPlan(Settings):
             platform: The machine, as in ``explain``.
         """
         return plan_text.plan_data(self, world_size=world_size, platform=platform)
-
-    def diff(self, other: DeepSpeedPlan) -> PlanDifference:
-        """Return the differences from ``other``; the result is falsy if the plans are equal.
-
-        Raises:
-            InvalidValueError: ``other`` is not a ``DeepSpeedPlan``.
-        """
-        return diff.diff_plans(self, other)
 
     @classmethod
     def advise(

@@ -44,7 +44,9 @@ def render(resolved: Resolved, *, folders: bool = True) -> dict[str, Any]:
         resolved: The plan.
         folders: ``False`` omits the swap folders, which may then be missing from the plan.
     """
-    config = written(resolved)
+    config = resolved.plan.to_dict()
+    _render_choices(resolved, config)
+    config = {key: value for key, value in config.items() if not key.startswith("_")}
     for part, folder in resolved.nvme_paths.items():
         section = config["zero_optimization"][f"offload_{part}"]
         if not folders:
@@ -70,13 +72,6 @@ def render(resolved: Resolved, *, folders: bool = True) -> dict[str, Any]:
             BY_RUN,
         )
     return config
-
-
-def written(resolved: Resolved) -> dict[str, Any]:
-    """Return the configuration as ``render`` does, but keep unresolved values."""
-    config = resolved.plan.to_dict()
-    _render_choices(resolved, config)
-    return {key: value for key, value in config.items() if not key.startswith("_")}
 
 
 def automatic_paths(value: Any, path: str = "") -> list[str]:

@@ -13,10 +13,11 @@ from zerotune.errors import (
 )
 from zerotune.plan.context import Context, DeviceUpdate, EngineName, Streaming
 from zerotune.plan.optimizer.capability import Situation
-from zerotune.plan.optimizer.choose import BY_CHOICE, DEFAULTS, ChoiceOptions, choose
+from zerotune.plan.optimizer.choose import BY_CHOICE, choose
+from zerotune.plan.optimizer.resolver import OptimizerResolver
 from zerotune.plan.resolve.case import Case
 from zerotune.plan.resolve.engine import filled, prepared, with_engine, without_inactive_offload
-from zerotune.plan.resolved import Resolved, chosen_for
+from zerotune.plan.resolved import Resolved
 from zerotune.plan.rules.rule import Rule
 from zerotune.plan.rules.table import FIRST, REPAIRS, check_plan, findings_of
 from zerotune.plan.section import (
@@ -33,7 +34,7 @@ def resolve(
     streamed: bool | Streaming | None = None,
     engine: EngineName | None = None,
     update: DeviceUpdate | None = None,
-    options: ChoiceOptions = DEFAULTS,
+    resolver: OptimizerResolver | None = None,
 ) -> Resolved:
     """Resolve a plan: apply every rule once, fill in all values, choose optimizer and engine."""
     log = Log(decisions=[*requested.decisions])
@@ -42,12 +43,14 @@ def resolve(
         case = attrs.evolve(case, plan=_repaired(case, (each,), log))
     case = attrs.evolve(case, plan=without_inactive_offload(case.plan))
     plan, by_weight = _repaired(case, REPAIRS, log), update is not None
-    resolved = filled(requested, plan, case, log, options, by_weight=by_weight)
+    resolver = resolver or OptimizerResolver()
+    resolved = filled(requested, plan, case, log, resolver, by_weight=by_weight)
     if streamed is None and engine is None and update is None:
         return resolved
     resolved = with_engine(attrs.evolve(resolved, streamed=streamed, engine=engine, update=update))
     if by_weight and resolved.update is None:
-        return resolved.with_choice(chosen_for(resolved, options))
+        where = resolved.plan, resolved.context, resolved.precision
+        return resolved.with_choice(resolver.choose(*where, by_weight=False))
     return resolved
 
 

@@ -19,16 +19,9 @@ from zerotune.plan.context import (
     Streaming,
 )
 from zerotune.plan.facts import ModelFacts
-from zerotune.plan.optimizer.capability import Situation
 from zerotune.plan.optimizer.catalogue import ADAM, OPTIMIZERS
 from zerotune.plan.optimizer.choices import OptimizerChoice, SchedulerChoice
-from zerotune.plan.optimizer.choose import (
-    BY_CHOICE,
-    ChoiceOptions,
-    Chosen,
-    choose,
-    require_startable,
-)
+from zerotune.plan.optimizer.choose import BY_CHOICE, Chosen, require_startable
 from zerotune.plan.optimizer.pace import with_length
 from zerotune.plan.section import evolved
 from zerotune.plan.sections import OffloadSection
@@ -300,15 +293,6 @@ class Resolved(Readable):
             moved = attrs.evolve(section, nvme_path=os.fspath(folder))
             zero = evolved(zero, **{f"offload_{part}": moved})
         return attrs.evolve(self, plan=attrs.evolve(self.plan, zero_optimization=zero))
-
-
-def chosen_for(resolved: Resolved, options: ChoiceOptions) -> Chosen:
-    """Choose the optimizer and the schedule of a resolved plan anew."""
-    by_weight = resolved.update is not None
-    situation = Situation.of(
-        resolved.plan, resolved.context, resolved.precision, by_weight=by_weight
-    )
-    return choose(resolved.plan, situation, run=resolved.run, model=resolved.model, options=options)
 
 
 def _integer(value: Any, key: str) -> int:

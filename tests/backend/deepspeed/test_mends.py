@@ -98,7 +98,7 @@ def swapping(folder: str | None, pipelined: bool) -> dict[str, Any]:
         },
     })  # fmt: skip
     resolved = plan.resolve(model=ModelFacts.from_module(model), world_size=1, engine="deepspeed")
-    engine = build_engine(model=model, plan=OptimizerResolver().apply(resolved))
+    engine = build_engine(model=model, plan=OptimizerResolver().resolve(resolved))
     wrapper, losses, seen = engine.deepspeed_engine.optimizer, [], []
     ema = EMAShadow(decay=0.9).attach(engine)
     for step in range(4):

@@ -254,7 +254,7 @@ def start(
         world_size=Launch.from_environment().world_size,
     )
     resolver = OptimizerResolver(groups=ParameterGroups.no_decay() if run.groups else None)
-    return build_engine(model=model, plan=resolver.apply(resolved), timeout_s=timeout_s)
+    return build_engine(model=model, plan=resolver.resolve(resolved), timeout_s=timeout_s)
 
 
 def compile_blocks(run: Run, engine: Any) -> None:

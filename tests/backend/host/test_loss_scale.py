@@ -38,7 +38,7 @@ def start(clipping: float, scaling: dict[str, Any], **how: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         # torch computes in fp16 on any CPU, but DeepSpeed requires one with fast fp16.
         patch.setattr(type(get_accelerator()), "is_fp16_supported", lambda *_: True)
-        return build_engine(model=make_model(RUN), plan=OptimizerResolver().apply(resolved))
+        return build_engine(model=make_model(RUN), plan=OptimizerResolver().resolve(resolved))
 
 
 def needs_fp16() -> None:

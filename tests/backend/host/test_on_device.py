@@ -22,7 +22,6 @@ from zerotune.checkpoint import load_checkpoint, save_checkpoint
 from zerotune.errors import InvalidValueError, OptimizerError
 from zerotune.plan.context import DeviceUpdate, Streaming
 from zerotune.plan.memory.hosted import NOISE_PERIOD
-from zerotune.plan.optimizer.resolver import OptimizerResolver
 from zerotune.plan.plan import DeepSpeedPlan
 
 pytestmark = pytest.mark.deepspeed
@@ -197,9 +196,8 @@ def test_optimizers_that_need_all_weights_are_refused(optimizer):
     plan = DeepSpeedPlan.build(
         stage=2, offload="cpu", precision="bf16", micro_batch_size=2, optimizer=optimizer
     )
-    strict = OptimizerResolver(on_unsupported="error")
     with pytest.raises(OptimizerError, match="all weights"):
-        plan.resolve(world_size=1, streamed=True, update="device", resolver=strict)
+        plan.resolve(world_size=1, streamed=True, update="device")
 
 
 def test_what_cannot_be_updated_on_the_device_is_updated_on_the_host_with_a_reason():

@@ -130,7 +130,7 @@ def test_other_quantized_bases_stay_on_the_device_with_a_reason(monkeypatch):
     facts = attrs.evolve(facts, parameters=(frozen.quantized("fp8"), *facts.parameters[1:]))
     monkeypatch.setattr(obstacles.ModelFacts, "from_module", lambda _: facts)
     plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="bf16")
-    resolved = OptimizerResolver().apply(plan.resolve(streamed=True, world_size=1))
+    resolved = OptimizerResolver().resolve(plan.resolve(streamed=True, world_size=1))
     assert why_not_hosted(resolved, make_model(RUN)) == (
         "a base model in fp8 stays on the device; bitsandbytes' weights "
         "(nf4, fp4, int8) are streamed"

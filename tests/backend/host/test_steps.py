@@ -267,7 +267,7 @@ def test_weights_on_the_device_are_streamed_only_on_request():
     from zerotune.plan.optimizer.resolver import OptimizerResolver
 
     assert resolved(None).is_resident
-    plan = OptimizerResolver().apply(resolved(True))
+    plan = OptimizerResolver().resolve(resolved(True))
     assert not plan.is_resident
     assert why_not_hosted(plan, make_model(CLIPPED)) is None
     said = plan.without_streaming("because").decisions[-1]
@@ -282,7 +282,7 @@ def test_a_model_without_repeated_blocks_is_trained_by_deepspeed():
     ready = DeepSpeedPlan.build(stage=2, offload="cpu", precision="bf16").resolve(
         model=ModelFacts.from_module(model), streamed=True
     )
-    with build_engine(model=model, plan=OptimizerResolver().apply(ready)) as engine:
+    with build_engine(model=model, plan=OptimizerResolver().resolve(ready)) as engine:
         assert type(engine).__name__ == "DeepSpeedEngine"
         assert "no repeated blocks" in engine.explain()
 

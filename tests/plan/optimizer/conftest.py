@@ -6,6 +6,7 @@ import pytest
 
 from zerotune.plan.context import RunFacts
 from zerotune.plan.facts import ModelFacts
+from zerotune.plan.optimizer.choose import BY_CHOICE
 from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.platform import Platform
 
@@ -65,9 +66,9 @@ def make_plan():
 
 @pytest.fixture
 def decisions_for():
-    """Return a function that finds the decisions about one key."""
+    """Return a function that finds the decisions of the choice about one key."""
 
-    def find(resolution, key):
-        return [decision for decision in resolution.decisions if decision.key == key]
+    def find(resolved, key):
+        return [one for one in resolved.decisions if (one.rule, one.key) == (BY_CHOICE, key)]
 
     return find

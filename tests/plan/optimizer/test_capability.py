@@ -12,11 +12,9 @@ from zerotune.platform import Platform
 STAGES = (0, 1, 2, 3)
 
 
-def capability(name, *, accelerator="cpu", deepspeed_version="0.19.8", **situation):
-    resolver = OptimizerResolver(
-        platform=Platform.synthetic(accelerator), deepspeed_version=deepspeed_version
-    )
-    return resolver.capability(name, **situation)
+def capability(name, *, accelerator="cpu", **situation):
+    platform = Platform.synthetic(accelerator)
+    return OptimizerResolver.capability(name, platform=platform, **situation)
 
 
 def test_lion_uses_deepspeeds_kernel_with_cpu_offload_or_on_cuda():

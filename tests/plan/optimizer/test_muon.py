@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from zerotune.errors import InvalidValueError, OptimizerError
-from zerotune.optim import MuonPatterns, OptimizerResolver, ParameterGroups
+from zerotune.optim import OptimizerResolver, ParameterGroup, ParameterGroups
 from zerotune.plan.facts import ModelFacts, ParameterFacts
-from zerotune.plan.optimizer.muon import MUON_DEFAULTS
+from zerotune.plan.optimizer.muon import hidden_matrices
 
 SHAPES = [
     ("conv_in.weight", (8, 3, 3, 3)),
@@ -51,16 +51,21 @@ def test_using_muon_for_a_convolution_is_a_recorded_decision(resolve, decisions_
     assert decision.after == "1 convolutions"
 
 
-def test_the_first_matching_pattern_wins(resolve):
-    patterns = MuonPatterns(rules=[("*conv1*", False), ("conv_out", True), *MUON_DEFAULTS])
-    groups = groups_of(resolve(muon=patterns))
-    assert set(groups["muon"].parameters) == {"down.attn.to_q.weight", "conv_out.weight"}
+def test_groups_choose_between_muon_and_adam(resolve):
+    rules = [
+        ParameterGroup(name="first", patterns="*conv1*", use_muon=False),
+        ParameterGroup(name="last", patterns="conv_out", use_muon=True),
+    ]
+    groups = groups_of(resolve(groups=ParameterGroups(rules=rules)))
+    assert groups["rest, muon"].parameters == ("down.attn.to_q.weight",)
+    assert groups["last, muon"].parameters == ("conv_out.weight",)
+    assert groups["first, adam"].parameters == ("down.resnet.conv1.weight",)
 
 
 def test_with_numeric_names_the_first_and_last_matrix_are_found_by_position():
     shapes = [("0.weight", (4, 4)), ("1.weight", (4, 4)), ("1.bias", (4,)), ("2.weight", (4, 4))]
     facts = [ParameterFacts(name=name, shape=shape) for name, shape in shapes]
-    assert MuonPatterns().select(facts) == {"1.weight"}
+    assert hidden_matrices(facts) == {"1.weight"}
 
 
 def test_both_learning_rates_can_be_set(resolve):
@@ -76,14 +81,19 @@ def test_custom_groups_are_split_too(resolve):
     assert groups["rest, muon"].params["weight_decay"] == 0.1
 
 
-def test_muon_refuses_vectors(resolve):
-    with pytest.raises(InvalidValueError, match="this parameter is not a matrix"):
-        resolve(muon=MuonPatterns(rules=[("*", True)]))
+def test_vectors_are_always_adams(resolve):
+    every = ParameterGroup(name="every", use_muon=True)
+    groups = groups_of(resolve(groups=ParameterGroups(rules=[every])))
+    assert set(groups["every, adam"].parameters) == {
+        name for name, shape in SHAPES if len(shape) < 2
+    }
 
 
-def test_an_unknown_position_is_refused():
-    with pytest.raises(InvalidValueError, match="not a known position"):
-        MuonPatterns(rules=[("@middle", True)])
+def test_other_optimizers_refuse_muons_switch(make_plan):
+    group = ParameterGroup(name="every", use_muon=True)
+    with pytest.raises(InvalidValueError) as caught:
+        OptimizerResolver(groups=ParameterGroups(rules=[group])).resolve(make_plan("AdamW"))
+    assert caught.value.key == "optimizer.groups.every.use_muon"
 
 
 def test_a_model_without_hidden_matrices_is_an_error(resolve):

@@ -64,7 +64,7 @@ def settle(make_plan, name, params, schedule, schedule_params, **situation):
     plan = make_plan(
         name, params, scheduler=schedule, scheduler_params=schedule_params, **situation
     )
-    return OptimizerResolver(on_unsupported="error").apply(plan)
+    return OptimizerResolver().resolve(plan)
 
 
 def case_for(applied, steps):

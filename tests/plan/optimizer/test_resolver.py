@@ -5,7 +5,12 @@ import logging
 import pytest
 
 from tests.support.needs import needs
-from zerotune.errors import InvalidValueError, OptimizerError, UnknownKeyError
+from zerotune.errors import (
+    InvalidValueError,
+    OptimizerError,
+    PlanConflictError,
+    UnknownKeyError,
+)
 from zerotune.optim import OptimizerResolver
 from zerotune.plan.context import RunFacts
 from zerotune.plan.optimizer.choose import BY_CHOICE
@@ -15,9 +20,8 @@ ADAMW = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
 
 @pytest.fixture
 def resolve(make_plan):
-    def run(*args, on_unsupported="fallback", overrides=None, **kwargs):
-        resolver = OptimizerResolver(on_unsupported=on_unsupported, overrides=overrides)
-        return resolver.resolve(make_plan(*args, **kwargs))
+    def run(*args, overrides=None, **kwargs):
+        return OptimizerResolver(overrides=overrides).resolve(make_plan(*args, **kwargs))
 
     return run
 
@@ -233,6 +237,11 @@ def test_an_override_of_an_unknown_key_is_refused(resolve, key, message):
 # --- names -------------------------------------------------------------------------------------
 
 
+def test_an_unknown_name_is_refused(resolve):
+    with pytest.raises(OptimizerError, match="did you mean AdamW"):
+        resolve("AdammW", ADAMW)
+
+
 @pytest.mark.parametrize(("offload", "cls"), [("none", "FusedAdam"), ("cpu", "DeepSpeedCPUAdam")])
 @pytest.mark.parametrize("written", ["fusedadam", "cpuadam"])
 def test_a_class_name_is_replaced_and_the_actual_class_named(
@@ -250,12 +259,6 @@ def test_another_spelling_gives_a_note(resolve, decisions_for):
     (decision,) = decisions_for(resolve("adam_w", ADAMW), "optimizer.type")
     assert (decision.before, decision.after, decision.severity) == ("adam_w", "AdamW", "note")
     assert decisions_for(resolve("AdamW", ADAMW), "optimizer.type") == []
-
-
-@pytest.mark.parametrize("policy", ["fallback", "error"])
-def test_an_unknown_name_is_an_error_under_both_policies(resolve, policy):
-    with pytest.raises(OptimizerError, match="did you mean AdamW"):
-        resolve("AdammW", ADAMW, on_unsupported=policy)
 
 
 # --- Adam's decay ------------------------------------------------------------------------------
@@ -298,65 +301,25 @@ REFUSED = {"zero_allow_untested_optimizer": False}
 """Restricts ZeRO to the optimizers that DeepSpeed has tested."""
 
 
-def test_fallback_translates_the_arguments(resolve, decisions_for):
-    params = {"lr": 1e-5, "betas": [0.95, 0.98], "weight_decay": 0.3, "fp32_optimizer_states": True}
-    resolution = resolve("Lion", params, offload="none", **REFUSED)
-    choice = resolution.optimizer
-    assert (choice.name, choice.implementation) == ("AdamW", "FusedAdam")
-    assert choice.params["lr"] == 1e-5
-    assert choice.params["betas"] == (0.95, 0.98)
-    assert choice.params["weight_decay"] == 0.3
-    assert choice.params["eps"] == 1e-8
-    (decision,) = decisions_for(resolution, "optimizer.type")
-    assert (decision.before, decision.after, decision.severity) == ("Lion", "AdamW", "warning")
-    assert "zero_allow_untested_optimizer" in decision.reason
-    (dropped,) = decisions_for(resolution, "optimizer.params.fp32_optimizer_states")
-    assert (dropped.before, dropped.after) == (True, None)
+@pytest.mark.parametrize(
+    ("name", "place", "why"),
+    [
+        ("Lion", {"offload": "none", **REFUSED}, "zero_allow_untested_optimizer"),
+        ("Adafactor", {}, "whole matrices"),
+        ("Lamb", {}, "norms of whole parameters"),
+    ],
+)
+def test_an_optimizer_that_cannot_run_is_refused_with_an_alternative(resolve, name, place, why):
+    with pytest.raises(OptimizerError, match=why) as error:
+        resolve(name, {"lr": 1e-5}, **place)
+    assert (error.value.key, error.value.value) == ("optimizer.type", name)
+    assert error.value.edits == ({"": "AdamW"},)
 
 
-def test_fallback_drops_each_argument_that_adamw_lacks_with_a_note(resolve, decisions_for):
-    params = {"lr": 0.02, "adam_lr": 3e-4, "momentum": 0.95, "ns_method": "gram"}
-    resolution = resolve("Muon", params, **REFUSED)
-    assert resolution.optimizer.lr == 3e-4
-    assert not {"momentum", "ns_method", "adam_lr"} & set(resolution.optimizer.params)
-    for key in ("momentum", "ns_method", "adam_lr"):
-        (decision,) = decisions_for(resolution, f"optimizer.params.{key}")
-        assert (decision.before, decision.after) == (params[key], None)
-
-
-def test_fallback_keeps_an_argument_that_only_adamw_has(resolve):
-    """Lion has no ``eps``, but AdamW runs in its place."""
-    resolution = resolve("Lion", {"lr": 1e-5, "eps": 1e-6}, offload="none", **REFUSED)
-    assert resolution.optimizer.params["eps"] == 1e-6
-
-
-def test_fallback_warns_that_the_learning_rate_has_another_scale(resolve, decisions_for):
-    (decision,) = decisions_for(resolve("Muon", {"lr": 0.02}, **REFUSED), "optimizer.type")
-    assert "check it" in decision.reason
-    (decision,) = decisions_for(resolve("OneBitAdam", {"lr": 1e-4}), "optimizer.type")
-    assert "check it" not in decision.reason
-
-
-def test_fallback_still_checks_values_and_typos(resolve):
-    with pytest.raises(InvalidValueError, match=r"optimizer\.params\.lr = -1"):
-        resolve("Muon", {"lr": -1}, **REFUSED)
-    with pytest.raises(UnknownKeyError, match="did you mean momentum"):
-        resolve("Muon", {"lr": 0.02, "momentun": 0.9}, **REFUSED)
-
-
-def test_an_override_for_a_replaced_optimizer_is_dropped_with_a_warning(resolve, decisions_for):
-    resolution = resolve("Muon", {"lr": 0.02}, overrides={"momentum": 0.9, "lr": 1e-4}, **REFUSED)
-    assert resolution.optimizer.lr == 1e-4
-    (decision,) = decisions_for(resolution, "optimizer.params.momentum")
-    assert (decision.before, decision.after, decision.severity) == (0.9, None, "warning")
-
-
-def test_the_error_policy_names_reason_and_alternative(resolve):
-    with pytest.raises(OptimizerError) as error:
-        resolve("OneBitAdam", {"lr": 1e-5}, offload="none", on_unsupported="error")
-    assert error.value.key == "optimizer.type"
-    assert error.value.value == "OneBitAdam"
-    assert "0.18" in error.value.reason
+def test_a_one_bit_optimizer_is_refused_by_a_rule(resolve):
+    with pytest.raises(PlanConflictError) as error:
+        resolve("OneBitAdam", {"lr": 1e-5}, offload="none")
+    assert (error.value.key, error.value.value) == ("optimizer.type", "OneBitAdam")
     assert "AdamW" in error.value.fix
 
 
@@ -402,28 +365,14 @@ def test_a_torch_optimizer_under_zero_records_the_changed_keys(resolve, decision
     assert decisions_for(asked, "zero_allow_untested_optimizer") == []
 
 
-def test_an_unknown_policy_is_refused():
-    with pytest.raises(InvalidValueError, match=r"on_unsupported = 'ignore'"):
-        OptimizerResolver(on_unsupported="ignore")
-
-
 # --- arguments that do not belong ---------------------------------------------------------------
 
 
-def test_an_argument_of_another_optimizer_is_dropped_with_a_warning(resolve, decisions_for):
-    resolution = resolve("Adagrad", {"lr": 0.01, "betas": [0.9, 0.999]})
-    assert "betas" not in resolution.optimizer.params
-    (decision,) = decisions_for(resolution, "optimizer.params.betas")
-    assert (decision.after, decision.severity) == (None, "warning")
-    with pytest.raises(UnknownKeyError, match=r"optimizer\.params\.betas"):
-        resolve("Adagrad", {"lr": 0.01, "betas": [0.9, 0.999]}, on_unsupported="error")
-
-
-@pytest.mark.parametrize("policy", ["fallback", "error"])
-def test_a_typo_is_an_error_under_both_policies(resolve, policy):
-    with pytest.raises(UnknownKeyError) as error:
-        resolve("AdamW", {"lr": 1e-4, "wieght_decay": 0.1}, on_unsupported=policy)
-    assert error.value.key == "optimizer.params.wieght_decay"
+def test_arguments_that_the_optimizer_does_not_have_are_refused(resolve):
+    for name, key in (("Adagrad", "betas"), ("AdamW", "wieght_decay")):
+        with pytest.raises(UnknownKeyError) as error:
+            resolve(name, {"lr": 1e-4, key: 0.1})
+        assert error.value.key == f"optimizer.params.{key}"
     assert "did you mean weight_decay" in error.value.fix
 
 
@@ -438,14 +387,10 @@ def test_an_argument_that_the_actual_class_lacks_is_dropped_with_a_warning(resol
     params = {"lr": 1e-4, "amsgrad": True}
     resolution = resolve("AdamW", params)
     assert "amsgrad" not in resolution.optimizer.params
-    assert resolution.states == ("exp_avg", "exp_avg_sq")
     (decision,) = decisions_for(resolution, "optimizer.params.amsgrad")
     assert (decision.after, decision.severity) == (None, "warning")
-    with pytest.raises(OptimizerError, match="torch_adam"):
-        resolve("AdamW", params, on_unsupported="error")
     kept = resolve("AdamW", {**params, "torch_adam": True})
     assert kept.optimizer.params["amsgrad"] is True
-    assert kept.states == ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     assert resolve("AdamW", params, deepspeed=False).optimizer.params["amsgrad"] is True
 
 
@@ -484,33 +429,33 @@ def test_a_number_as_text_is_converted_with_a_note(resolve, decisions_for):
     assert (decision.before, decision.after) == ("1e-4", 1e-4)
 
 
-# --- apply, render, explain ---------------------------------------------------------------------
+# --- a plan that is resolved already -------------------------------------------------------------
 
 
-def test_apply_settles_the_optimizer_of_the_plan(make_plan):
+def test_a_plan_is_given_another_optimizer_and_schedule(make_plan, caplog):
     plan = make_plan("AdamW", ADAMW, scheduler="auto")
-    applied = OptimizerResolver().apply(plan)
-    resolution = OptimizerResolver().resolve(plan)
-    assert applied.optimizer == resolution.optimizer
-    assert applied.scheduler == resolution.scheduler
-    others = tuple(each for each in plan.decisions if each.rule != BY_CHOICE)
-    assert applied.decisions == others + resolution.decisions
-    rendered = applied.to_deepspeed()
-    assert rendered["optimizer"]["type"] == "AdamW"
-    assert rendered["optimizer"]["params"]["weight_decay"] == 0.01
-    assert rendered["scheduler"]["type"] == "WarmupLR"
-
-
-def test_apply_logs_warnings(make_plan, caplog):
+    resolver = OptimizerResolver(overrides={"optimizer.type": "Adam", "scheduler.type": None})
     with caplog.at_level(logging.WARNING, logger="zerotune"):
-        OptimizerResolver().apply(make_plan("Adam", {**ADAMW, "weight_decay": 0.0123}))
+        changed = resolver.resolve(plan)
     assert "adam_w_mode" in caplog.text
+    assert (changed.optimizer.name, changed.scheduler) == ("Adam", None)
+    rules, others = (
+        [
+            [each for each in one.decisions if (each.rule == BY_CHOICE) is by_choice]
+            for one in (plan, changed)
+        ]
+        for by_choice in (True, False)
+    )
+    assert others[0] == others[1]
+    assert rules[0] != rules[1]
+    assert changed.to_deepspeed()["optimizer"]["type"] == "Adam"
+    assert "run by DeepSpeedCPUAdam" in changed.explain()
 
 
 def test_decisions_survive_a_second_resolution(make_plan):
     """A settled choice that is written back as a configuration resolves to itself."""
     first = OptimizerResolver().resolve(make_plan("Adam", ADAMW, scheduler="auto"))
-    again = OptimizerResolver(on_unsupported="error").resolve(
+    again = OptimizerResolver().resolve(
         make_plan(
             first.optimizer.name,
             dict(first.optimizer.params),
@@ -520,21 +465,4 @@ def test_decisions_survive_a_second_resolution(make_plan):
     )
     assert again.optimizer == first.optimizer
     assert again.scheduler == first.scheduler
-    assert again.decisions == ()
-
-
-def test_explain_describes_optimizer_schedule_and_warnings(make_plan):
-    text = OptimizerResolver().explain(
-        make_plan("Adam", ADAMW, scheduler="auto", run=RunFacts(total_steps=1000))
-    )
-    assert "Adam, runs as DeepSpeedCPUAdam (built by DeepSpeed)" in text
-    assert "weight decay: decoupled" in text
-    assert "states per parameter: exp_avg, exp_avg_sq" in text
-    assert "scheduler: WarmupLR" in text
-    assert "[warning] optimizer.params.adam_w_mode" in text
-    constant = OptimizerResolver(overrides={"scheduler.type": None}).explain(
-        make_plan("SGD", {"lr": 0.1}, deepspeed=False)
-    )
-    assert "SGD, runs as SGD (of torch.optim)" in constant
-    assert "on the plain engine" in constant
-    assert "stays constant" in constant
+    assert [each for each in again.decisions if each.rule == BY_CHOICE] == []

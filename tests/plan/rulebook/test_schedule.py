@@ -24,7 +24,7 @@ def test_no_warmup_is_recorded_once():
     plan = DeepSpeedPlan.from_dict(schedule("WarmupLR", warmup_num_steps=0))
     finding = one("scheduler-no-warmup", plan)
     resolved = plan.resolve(platform=Platform.synthetic("cuda"))
-    settled = OptimizerResolver().apply(resolved)
+    settled = OptimizerResolver().resolve(resolved)
     assert settled.scheduler.params["warmup_num_steps"] == 1
     recorded = [each for each in settled.decisions if each.key == finding.key]
     assert [(each.before, each.after) for each in recorded] == [(0, 1)]
@@ -120,7 +120,7 @@ def test_the_peak_that_deepspeed_chooses(params):
     config = schedule("WarmupDecayLR", total_num_steps=1000, **params)
     config["optimizer"]["params"]["lr"] = 1e-4
     resolved = DeepSpeedPlan.from_dict(config).resolve(platform=Platform.synthetic("cuda"))
-    ours = OptimizerResolver().apply(resolved).scheduler.params["warmup_max_lr"]
+    ours = OptimizerResolver().resolve(resolved).scheduler.params["warmup_max_lr"]
     assert bool(find("scheduler-peak-unset", config)) == (theirs != [ours])
 
 

@@ -138,7 +138,6 @@ _OTHERS: Final = (
             flag("set_grad_none", optional=True, default=True, only=frozenset({"FusedLion"})),
         ),
         states=("exp_avg",),
-        lr_scale="3 to 10 times smaller",
     ),
     OptimizerEntry(
         name="Lamb",
@@ -154,7 +153,6 @@ _OTHERS: Final = (
             *_LAMB_COEFFICIENTS,
         ),
         states=("exp_avg", "exp_avg_sq"),
-        lr_scale="larger",
     ),
     OptimizerEntry(
         name="Muon",
@@ -183,8 +181,6 @@ _OTHERS: Final = (
         # Muon's matrices have one moment, Adam's parameters two; the larger stands for both.
         fp32_per_weight=2.0,
         requires=("the names and shapes of the model's parameters",),
-        renamed={"adam_lr": "lr"},
-        lr_scale="about a hundred times larger",
     ),
 )
 
@@ -222,7 +218,6 @@ _MUP_FAMILY: Final = (
         package="mup",
         implementation="SGD",
         extra="mup",
-        lr_scale="larger",
     ),
 )
 
@@ -239,7 +234,6 @@ _ONE_BIT_FAMILY: Final = tuple(
         family="deepspeed",
         summary=f"{base} with momentum compressed to one bit; removed from DeepSpeed",
         parameters=tuple(Parameter(name=each, optional=True) for each in _ONE_BIT_ARGUMENTS),
-        lr_scale="larger" if base == "Lamb" else None,
         refusal="removed in DeepSpeed 0.19 (PR #8490); available only in DeepSpeed 0.18 and older, "
         "at stage 0",
         instead="AdamW",
@@ -463,7 +457,6 @@ PACKAGE_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         package="prodigyopt",
         extra=_EXTRA,
         own_schedule=True,
-        lr_scale="1 (a multiplier for the estimated rate), thousands of times larger",
     ),
     OptimizerEntry(
         name="AdamWScheduleFree",
@@ -484,7 +477,6 @@ PACKAGE_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         package="schedulefree",
         extra=_EXTRA,
         own_schedule=True,
-        lr_scale="1 to 10 times larger",
     ),
 )
 

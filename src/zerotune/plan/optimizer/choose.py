@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final
 
 import attrs
 
@@ -34,8 +34,8 @@ from zerotune.plan.optimizer.capability import (
 from zerotune.plan.optimizer.catalogue import ADAM, OPTIMIZERS
 from zerotune.plan.optimizer.choices import OptimizerChoice, SchedulerChoice
 from zerotune.plan.optimizer.entries import OptimizerEntry, Parameter
-from zerotune.plan.optimizer.groups import KEY, ParameterGroups, group_parameters
-from zerotune.plan.optimizer.muon import MuonPatterns, muon_groups
+from zerotune.plan.optimizer.groups import KEY, ParameterGroups, group_parameters, record_groups
+from zerotune.plan.optimizer.muon import muon_groups
 from zerotune.plan.optimizer.names import (
     DECAY_SPELLINGS,
     DEFAULT_OPTIMIZER,
@@ -51,45 +51,11 @@ from zerotune.plan.sections import OptimizerSection
 from zerotune.plan.settings import Settings
 from zerotune.plan.values import AUTO, is_auto
 
-Policy = Literal["fallback", "error"]
-
 OPTIMIZER: Final = "optimizer.params"
 BY_CHOICE: Final = "optimizer"
 """``Decision.rule`` of all decisions about the optimizer and the schedule."""
 
 _TYPES: Final = frozenset({OPTIMIZER_TYPE, SCHEDULER_TYPE})
-_TRANSLATABLE: Final = ("lr", "betas", "eps", "weight_decay")
-_EVERY_ARGUMENT: Final = frozenset(
-    name for entry in OPTIMIZERS.values() for name in entry.parameter_names
-)
-
-
-@attrs.frozen(kw_only=True)
-class ChoiceOptions:
-    """How an optimizer is chosen; ``OptimizerResolver`` adds the verbs."""
-
-    on_unsupported: Policy = attrs.field(default="fallback")
-    """What to do if an optimizer cannot run here, or does not accept an argument. ``"fallback"``
-    switches to AdamW with translated arguments, or removes the argument, and warns; ``"error"``
-    raises an error."""
-    overrides: Mapping[str, Any] | None = None
-    """Values that override the configuration and the run: ``{"lr": 3e-5}``,
-    ``{"scheduler.params.warmup_num_steps": 100}``, ``{"optimizer.type": "Lion"}``,
-    ``{"scheduler.type": None}`` for a constant learning rate."""
-    groups: ParameterGroups | None = None
-    """Parameter groups; ``None`` gives all parameters the same arguments."""
-    muon: MuonPatterns = attrs.field(default=MuonPatterns())
-    """Parameters that Muon updates; ignored by other optimizers."""
-
-    @on_unsupported.validator
-    def _check_policy(self, _attribute: Any, value: str) -> None:
-        if value not in get_args(Policy):
-            raise InvalidValueError(
-                "is not a valid policy", 'use "fallback" or "error"', "on_unsupported", value
-            )
-
-
-DEFAULTS: Final = ChoiceOptions()
 
 
 @attrs.frozen(kw_only=True)
@@ -100,10 +66,6 @@ class Chosen:
     """The optimizer that will run, with every argument explicit."""
     scheduler: SchedulerChoice | None
     """The learning-rate schedule; ``None`` for a constant learning rate."""
-    states: tuple[str, ...]
-    """Names of the fp32 tensors that the optimizer keeps for each parameter."""
-    situation: Situation
-    """The situation in which the optimizer runs."""
     decisions: tuple[Decision, ...]
     """All automatic choices."""
 
@@ -114,18 +76,28 @@ def choose(
     *,
     run: RunFacts,
     model: ModelFacts | None,
-    options: ChoiceOptions = DEFAULTS,
+    overrides: Mapping[str, Any] | None = None,
+    groups: ParameterGroups | None = None,
 ) -> Chosen:
-    """Choose the optimizer and the schedule of a plan; raise all errors about both as one."""
-    overrides = settings_by_path(options.overrides, _override_paths) if options.overrides else {}
-    choosing = _Choosing(situation=situation, options=options, overrides=overrides)
-    request = choosing.outcome(ScheduleRequest.of, plan.scheduler, overrides)
+    """Choose the optimizer and the schedule of a plan; raise all errors about both as one.
+
+    Args:
+        plan: The plan.
+        situation: Where the optimizer runs.
+        run: Values from the training script.
+        model: Names and shapes of the parameters, for groups.
+        overrides: As in ``OptimizerResolver``.
+        groups: As in ``OptimizerResolver``.
+    """
+    said = settings_by_path(overrides, _override_paths) if overrides else {}
+    choosing = _Choosing(situation=situation, overrides=said)
+    request = choosing.outcome(ScheduleRequest.of, plan.scheduler, said)
     suggestions = _suggestions(run, request)
     found = choosing.outcome(choosing.optimizer, plan.optimizer, suggestions)
     # After an error, the schedule is checked too.
     choice = _STAND_IN
     if found is not None:
-        choice = choosing.outcome(choosing.grouped, *found, model) or _STAND_IN
+        choice = choosing.outcome(choosing.grouped, *found, model, groups) or _STAND_IN
     entry = OPTIMIZERS[choice.name]
     scheduler = choosing.outcome(choose_schedule, request, plan.scheduler, choice, run, choosing)
     raise_all(choosing.mistakes)
@@ -133,8 +105,6 @@ def choose(
     return Chosen(
         optimizer=choice,
         scheduler=scheduler,
-        states=entry.states_for(choice.params),
-        situation=situation,
         decisions=tuple([attrs.evolve(each, rule=BY_CHOICE) for each in choosing.decisions]),
     )
 
@@ -184,14 +154,8 @@ class _Choosing(Log):
     """The choice of one optimizer, with its decisions and errors."""
 
     situation: Situation
-    options: ChoiceOptions
     overrides: Mapping[str, Any]
-    """Overrides by path; they hold after a fallback too."""
-
-    @property
-    def strict(self) -> bool:
-        """Whether what cannot run or is not accepted is an error."""
-        return self.options.on_unsupported == "error"
+    """Overrides by path."""
 
     def optimizer(
         self, section: OptimizerSection | None, suggestions: Mapping[str, Suggestion]
@@ -203,22 +167,26 @@ class _Choosing(Log):
         if name.canonical in ADAM:
             params = self._respell_decay(params)
             name = attrs.evolve(name, canonical=name.under(params))
-        asked, overrides = OPTIMIZERS[name.canonical], below(self.overrides, OPTIMIZER)
-        self._refuse_unknown(asked, params, overrides)
-        self._assume_package(asked, name)
-        capability = capability_of(asked, self.situation)
-        entry = asked
+        entry, overrides = OPTIMIZERS[name.canonical], below(self.overrides, OPTIMIZER)
+        for given in (params, overrides):
+            self._refuse_unknown(entry, given)
+        self._assume_package(entry, name)
+        capability = capability_of(entry, self.situation)
         if not capability.runs:
-            entry = self._fallback(name, capability, params)
-            capability = capability_of(entry, self.situation)
-        params = self._accepted(asked, entry, params)
+            raise OptimizerError(
+                f"{entry.name} cannot run on {self.situation}: {capability.reason}",
+                f"use {capability.alternative}",
+                OPTIMIZER_TYPE,
+                name.written,
+                edits=capability.edits,
+            )
         arguments = Arguments(
             entry=entry,
             section=OPTIMIZER,
             written=params,
-            overrides=self._accepted_overrides(entry, overrides),
+            overrides=overrides,
             suggestions={key: each for key, each in suggestions.items() if entry.parameter(key)},
-            plain_defaults=not params or (entry is asked and name.origin == "torch"),
+            plain_defaults=not params or name.origin == "torch",
             decisions=self.decisions,
         )
         arguments.fill()
@@ -227,8 +195,7 @@ class _Choosing(Log):
         _keep_decay_meaning(arguments, of_torch=name.origin == "torch")
         implementation = implementation_of(entry, arguments.values, self.situation)
         params = self._constructor_arguments(arguments, implementation)
-        if entry is asked:
-            self._record_name(name, configured, implementation)
+        self._record_name(name, configured, implementation)
         self._record_capability(entry, capability, implementation)
         return attrs.evolve(implementation, params=params), arguments
 
@@ -242,84 +209,20 @@ class _Choosing(Log):
                 params.setdefault("adam_w_mode", value)
         return params
 
-    def _refuse_unknown(
-        self, entry: OptimizerEntry, params: Mapping[str, Any], overrides: Mapping[str, Any]
-    ) -> None:
-        """Refuse unknown arguments, and overrides that the optimizer does not have.
-
-        Arguments of other optimizers are refused only under ``"error"``.
-        """
-        foreign = () if self.strict else _EVERY_ARGUMENT
-        for given, others in ((params, foreign), (overrides, ())):
-            if (misplaced := clipping_in_optimizer(given)) is not None:
-                self.refuse(misplaced)
-            judged = {k: v for k, v in given.items() if k != "max_grad_norm" and k not in others}
-            reject_unknown(judged, entry.parameter_names, self, section=OPTIMIZER, owner=entry.name)
+    def _refuse_unknown(self, entry: OptimizerEntry, given: Mapping[str, Any]) -> None:
+        if (misplaced := clipping_in_optimizer(given)) is not None:
+            self.refuse(misplaced)
+        judged = {key: value for key, value in given.items() if key != "max_grad_norm"}
+        reject_unknown(judged, entry.parameter_names, self, section=OPTIMIZER, owner=entry.name)
 
     def _assume_package(self, entry: OptimizerEntry, name: OptimizerName) -> None:
-        """Record that a package is missing, which only a start needs; there is no fallback."""
+        """Record that a package is missing, which only a start needs."""
         package = missing_package(entry, self.situation)
-        if package is not None and entry.family == "package":
+        if package is not None:
             reason = f"{entry.name} needs the package {package}, which is not installed; before "
             reason += f"training, run pip install 'zerotune[{entry.extra}]'"
             self.decide(OPTIMIZER_TYPE, name.written, entry.name, reason, "warning")
             self.situation = attrs.evolve(self.situation, packages=None)
-
-    def _fallback(
-        self, name: OptimizerName, capability: Capability, params: Mapping[str, Any]
-    ) -> OptimizerEntry:
-        """Return AdamW's entry in place of an optimizer that cannot run."""
-        entry = OPTIMIZERS[name.canonical]
-        why = f"{entry.name} cannot run on {self.situation}: {capability.reason}"
-        if self.strict or entry.family == "package":
-            # AdamW replaces only optimizers of DeepSpeed's configuration: with Prodigy's lr of 1,
-            # or without the memory that 8-bit states save, it would not help.
-            raise OptimizerError(
-                why,
-                f"use {capability.alternative}",
-                OPTIMIZER_TYPE,
-                name.written,
-                edits=capability.edits,
-            )
-        if capability.alternative not in (None, DEFAULT_OPTIMIZER):
-            why += f"; a closer alternative is {capability.alternative}"
-        if entry.lr_scale and "lr" in params:
-            why += (
-                f"; the learning rate is unchanged: check it, because {entry.name}'s is usually "
-                f"{entry.lr_scale} than {DEFAULT_OPTIMIZER}'s"
-            )
-        self.decide(OPTIMIZER_TYPE, name.written, DEFAULT_OPTIMIZER, why, "warning")
-        return OPTIMIZERS[DEFAULT_OPTIMIZER]
-
-    def _accepted(
-        self, asked: OptimizerEntry, entry: OptimizerEntry, params: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Return the arguments that mean the same to ``entry``; drop others, each with a record."""
-        kept: dict[str, Any] = {}
-        names = entry.parameter_names if entry is asked else _TRANSLATABLE
-        for key, value in params.items():
-            severity: Severity = "note"
-            if key in names:
-                kept.setdefault(key, value)
-                continue
-            if entry is asked:
-                why, severity = f"{entry.name} has no such argument, so it is removed", "warning"
-            elif key in asked.renamed:
-                kept[asked.renamed[key]] = value
-                why = f"{entry.name} calls this argument {asked.renamed[key]}"
-            else:
-                why = f"{entry.name} lacks this argument of {asked.name}"
-            self.decide(f"{OPTIMIZER}.{key}", value, None, why, severity)
-        return kept
-
-    def _accepted_overrides(
-        self, entry: OptimizerEntry, overrides: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        why = f"the override is ignored, because {entry.name} has no such argument"
-        for key, value in overrides.items():
-            if key not in entry.parameter_names:
-                self.decide(f"{OPTIMIZER}.{key}", value, None, why, "warning")
-        return {key: value for key, value in overrides.items() if entry.parameter(key)}
 
     def _lr_by_default(self, arguments: Arguments, *, configured: bool) -> None:
         if "lr" in arguments.defaulted:
@@ -362,9 +265,8 @@ class _Choosing(Log):
             f"such argument (accepted only by {' and '.join(sorted(parameter.only))})"
         )
         # Without maximize, the weights would move in the opposite direction.
-        if self.strict or parameter.name == "maximize":
-            of_torch = parameter.only == ADAM and parameter.name in ("amsgrad", "maximize")
-            edits = {f"{OPTIMIZER}.torch_adam": True} if of_torch else REMOVAL
+        if parameter.name == "maximize":
+            edits = {f"{OPTIMIZER}.torch_adam": True} if parameter.only == ADAM else REMOVAL
             raise OptimizerError(reason, key=key, value=value, edits=[edits])
         self.decide(key, value, None, reason, "warning")
 
@@ -401,24 +303,25 @@ class _Choosing(Log):
             self.decide("optimizer.implementation", entry.name, f"zerotune's {entry.name}", why)
 
     def grouped(
-        self, choice: OptimizerChoice, arguments: Arguments, model: ModelFacts | None
+        self,
+        choice: OptimizerChoice,
+        arguments: Arguments,
+        model: ModelFacts | None,
+        groups: ParameterGroups | None,
     ) -> OptimizerChoice:
         """Return the choice with its parameter groups."""
-        options = self.options
-        if choice.name == "Muon" and model is None:
+        is_muon = choice.name == "Muon"
+        if is_muon and model is None:
             reason = "parameter groups depend on the model's parameters, which are unknown here"
             self.decide(KEY, None, "open", reason)
             return choice
-        decisions: tuple[Decision, ...] = ()
-        if options.groups is not None:
-            groups, decisions = group_parameters(
-                options.groups, model, choice, OPTIMIZERS[choice.name]
-            )
-            choice = attrs.evolve(choice, groups=groups)
-        if choice.name == "Muon" and model is not None:
-            # The split into Muon's and Adam's parameters replaces the groups decided above.
-            choice, decisions = muon_groups(choice, model, options.muon, arguments.values)
-        self.decisions.extend(decisions)
+        if groups is not None:
+            chosen = group_parameters(groups, model, choice, OPTIMIZERS[choice.name])
+            choice = attrs.evolve(choice, groups=chosen)
+        if is_muon and model is not None:
+            return muon_groups(choice, model, arguments.values, self)
+        if choice.groups:
+            record_groups(choice.groups, self)
         return choice
 
     def warn_of_unsaved(self, entry: OptimizerEntry) -> None:

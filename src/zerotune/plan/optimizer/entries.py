@@ -146,11 +146,6 @@ class OptimizerEntry(Entry):
     """The zerotune extra that installs the package."""
     own_schedule: bool = False
     """Whether it adapts its own learning rate; if so, no schedule is used by default."""
-    renamed: Mapping[str, str] = attrs.field(factory=dict)
-    """Maps this optimizer's argument names to AdamW's where they differ, for a fallback to
-    AdamW."""
-    lr_scale: str | None = None
-    """How its usual learning rate differs from AdamW's; ``None`` if it does not."""
     streams: bool = False
     """Whether it can update streamed weights in host memory, one unit (such as a block) at a
     time."""

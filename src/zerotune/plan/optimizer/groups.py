@@ -1,7 +1,7 @@
 """Assign optimizer arguments to parameters by name and shape; the first matching pattern wins.
 
-Users write ``ParameterGroups`` and ``MuonPatterns``. ``group_parameters`` and ``muon_groups`` apply
-them to a ``ModelFacts``; later, the engine applies the resulting groups to the parameters.
+Users write ``ParameterGroups``. ``group_parameters`` applies them to a ``ModelFacts``; later, the
+engine applies the resulting groups to the parameters.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import attrs
 
-from zerotune._util.text import as_texts, did_you_mean, whole
-from zerotune.decisions import Decision, Log, raise_all
+from zerotune._util.text import as_texts, did_you_mean, positive, whole
+from zerotune.decisions import Log, raise_all
 from zerotune.errors import InvalidValueError, OptimizerError
 from zerotune.plan.facts import ModelFacts, ParameterFacts
 from zerotune.plan.optimizer.arguments import check, reject_unknown
@@ -83,7 +83,7 @@ REST: Final = "rest"
 class ParameterGroup:
     """Patterns for parameter names, and the optimizer arguments for matching parameters."""
 
-    name: str = attrs.field()
+    name: str
     """Name of the group in reports."""
     patterns: tuple[str, ...] = attrs.field(default=("*",), converter=as_texts)
     """Globs, module names or ``"re:…"``; one match suffices. By default, all parameters match."""
@@ -92,58 +92,40 @@ class ParameterGroup:
     params: Mapping[str, Any] = attrs.field(factory=dict)
     """The group's own arguments (``{"lr": 1e-5, "weight_decay": 0.0}``); others come from the
     optimizer."""
-    lr_scale: float | None = attrs.field(default=None)
+    lr_scale: float | None = None
     """Multiplier for the optimizer's learning rate, as an alternative to ``lr``."""
-    until: int | None = attrs.field(default=None)
+    until: int | None = None
     """Number of optimizer steps after which the learning rate is 0; a trainer then freezes the
     group."""
+    use_muon: bool | None = None
+    """Whether the optimizer ``Muon`` updates the group's matrices by Muon or by its auxiliary Adam;
+    by default, hidden matrices by Muon. Vectors are always Adam's."""
     optional: bool = False
     """Whether the group may be empty because earlier rules match all its parameters; if ``False``,
     an empty group is an error. A pattern that matches no parameter at all is always an error."""
 
-    @name.validator
-    def _check_name(self, _attribute: Any, value: Any) -> None:
-        if not isinstance(value, str) or not value.strip():
-            raise InvalidValueError("a group needs a name", key=f"{_RULES_KEY}.name", value=value)
-
-    @patterns.validator
-    def _check_patterns(self, _attribute: Any, value: tuple[str, ...]) -> None:
-        for pattern in value:
-            check_pattern(pattern, key=f"{_RULES_KEY}.{self.name}.patterns")
-        if not value:
+    def __attrs_post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.strip():
             raise InvalidValueError(
-                "a group without patterns matches no parameter",
-                'write "*" for all remaining parameters',
-                f"{_RULES_KEY}.{self.name}.patterns",
+                "a group needs a name", key=f"{_RULES_KEY}.name", value=self.name
             )
-
-    @lr_scale.validator
-    def _check_scale(self, _attribute: Any, value: Any) -> None:
-        if value is None:
-            return
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        here = f"{_RULES_KEY}.{self.name}"
+        for pattern in self.patterns:
+            check_pattern(pattern, key=f"{here}.patterns")
+        if not self.patterns:
+            fix = 'write "*" for all remaining parameters'
             raise InvalidValueError(
-                "must be a number > 0",
-                "to exclude parameters from training, freeze them with requires_grad_(False)",
-                f"{_RULES_KEY}.{self.name}.lr_scale",
-                value,
+                "a group without patterns matches no parameter", fix, f"{here}.patterns"
             )
-        if "lr" in self.params:
-            raise InvalidValueError(
-                "lr and lr_scale are both set, but a group accepts only one of them",
-                "omit one of them",
-                f"{_RULES_KEY}.{self.name}.lr_scale",
-                value,
-            )
-
-    @until.validator
-    def _check_until(self, _attribute: Any, value: int | None) -> None:
-        if value is not None:
-            whole(
-                value,
-                key=f"{_RULES_KEY}.{self.name}.until",
-                fix="write the number of optimizer steps after which the group stops, such as 500",
-            )
+        if self.lr_scale is not None:
+            fix = "to exclude parameters from training, freeze them with requires_grad_(False)"
+            positive(self.lr_scale, key=f"{here}.lr_scale", fix=fix)
+        if self.lr_scale is not None and "lr" in self.params:
+            reason = "lr and lr_scale are both set, but a group accepts only one of them"
+            raise InvalidValueError(reason, "omit one of them", f"{here}.lr_scale", self.lr_scale)
+        if self.until is not None:
+            fix = "write the number of optimizer steps after which the group stops, such as 500"
+            whole(self.until, key=f"{here}.until", fix=fix)
 
     def picks(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether a pattern of this rule matches the parameter.
@@ -177,6 +159,15 @@ class ParameterGroup:
             arguments[key] = check(parameter, value, section=section)
         if self.lr_scale is not None:
             arguments["lr"] = choice.lr * self.lr_scale
+        if self.use_muon is not None:
+            if entry.name != "Muon":
+                raise InvalidValueError(
+                    "only the optimizer Muon reads this",
+                    "omit it",
+                    f"{section}.use_muon",
+                    self.use_muon,
+                )
+            arguments["use_muon"] = self.use_muon
         shown = {key: choice.params[key] for key in ("lr", "weight_decay") if key in choice.params}
         group = same_group(parameters, self.name, {**shown, **arguments})
         return attrs.evolve(group, until=self.until)
@@ -306,7 +297,7 @@ def group_parameters(
     model: ModelFacts | None,
     choice: OptimizerChoice,
     entry: OptimizerEntry,
-) -> tuple[tuple[GroupChoice, ...], tuple[Decision, ...]]:
+) -> tuple[GroupChoice, ...]:
     """Assign every trainable parameter to the first matching group."""
     if model is None:
         raise OptimizerError(
@@ -330,12 +321,11 @@ def group_parameters(
         taken[REST if first is None else first.name].append(each)
     _check_empty(groups.rules, taken, model)
     rest = ParameterGroup(name=REST)
-    chosen = tuple(
+    return tuple(
         rule._group_of(taken[rule.name], choice, entry)
         for rule in (*groups.rules, rest)
         if taken[rule.name]
     )
-    return chosen, (groups_decision(chosen),)
 
 
 def same_group(
@@ -387,11 +377,7 @@ def _check_empty(
         )
 
 
-def groups_decision(chosen: Sequence[GroupChoice]) -> Decision:
-    """Return the decision that lists the chosen groups."""
-    return Decision(
-        KEY,
-        None,
-        tuple(group.name for group in chosen),
-        "; ".join(describe(group) for group in chosen),
-    )
+def record_groups(chosen: Sequence[GroupChoice], log: Log) -> None:
+    """Record the chosen groups in one decision."""
+    described = "; ".join(map(describe, chosen))
+    log.decide(KEY, None, tuple(group.name for group in chosen), described)

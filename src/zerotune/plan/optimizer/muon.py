@@ -1,168 +1,102 @@
-"""``MuonPatterns``: which parameters Muon updates, and which its auxiliary Adam."""
+"""Which parameters Muon updates, and which its auxiliary Adam."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
 
-from zerotune.decisions import Decision
-from zerotune.errors import InvalidValueError, OptimizerError
+from zerotune.decisions import Log
+from zerotune.errors import OptimizerError
 from zerotune.plan.facts import ModelFacts, ParameterFacts
 from zerotune.plan.optimizer.choices import GroupChoice, OptimizerChoice
-from zerotune.plan.optimizer.groups import check_pattern, groups_decision, matches, same_group
+from zerotune.plan.optimizer.groups import matches, record_groups, same_group
 
 AUXILIARY_LR: Final = 3e-4
 """Upper limit for the default learning rate of Muon's auxiliary Adam."""
 
-_POSITIONS: Final = ("@vectors", "@first", "@last")
-
-MUON_DEFAULTS: Final[tuple[tuple[str, bool], ...]] = (
-    ("@vectors", False),
-    ("*embed*", False),
-    ("*lm_head*", False),
-    (r"re:(^|\.)conv_(in|out)\.", False),
-    (r"re:^(\w+\.)?proj_out\.", False),
-    ("@first", False),
-    ("@last", False),
-    ("*", True),
+_FOR_ADAM: Final = (
+    "*embed*",
+    "*lm_head*",
+    r"re:(^|\.)conv_(in|out)\.",
+    r"re:^(\w+\.)?proj_out\.",
 )
-"""Default patterns, which select Muon for hidden matrices, and Adam for norms, biases, embeddings,
-and the first and last layers."""
+"""Patterns of the embeddings, and of the first and last layers of diffusion models."""
 
 
-def _muon_rules(value: Iterable[Any]) -> tuple[tuple[str, bool], ...]:
-    return tuple((pattern, use) for pattern, use in value)
+def hidden_matrices(parameters: Sequence[ParameterFacts]) -> frozenset[str]:
+    """Return the names of the matrices that are neither embeddings nor first or last layers.
 
-
-@attrs.frozen(kw_only=True)
-class MuonPatterns:
-    """Ordered patterns; the first match decides whether Muon or Adam updates a parameter.
-
-    To change the choice for some parameters, put their pattern before the defaults::
-
-        MuonPatterns(rules=[("unet.down_blocks.0", False), *MUON_DEFAULTS])
+    Args:
+        parameters: All trainable parameters, in the model's order.
     """
-
-    rules: tuple[tuple[str, bool], ...] = attrs.field(default=MUON_DEFAULTS, converter=_muon_rules)
-    """Pairs of a pattern (as in ``ParameterGroup``) and a boolean: true selects Muon, false Adam.
-    Three patterns select by shape and position: ``"@vectors"`` (fewer than two dimensions),
-    ``"@first"`` and ``"@last"`` (the model's first and last matrix). Adam updates parameters that
-    no pattern matches."""
-
-    @rules.validator
-    def _check_rules(self, _attribute: Any, value: tuple[tuple[str, bool], ...]) -> None:
-        for pattern, use in value:
-            check_pattern(pattern, key="use_muon")
-            if pattern.startswith("@") and pattern not in _POSITIONS:
-                raise InvalidValueError(
-                    "is not a known position",
-                    f"use one of {', '.join(_POSITIONS)}",
-                    "use_muon",
-                    pattern,
-                )
-            if not isinstance(use, bool):
-                raise InvalidValueError(
-                    "must be true (Muon) or false (Adam)", key=f"use_muon.{pattern}", value=use
-                )
-
-    def select(self, parameters: Sequence[ParameterFacts]) -> frozenset[str]:
-        """Return the names of parameters that Muon updates.
-
-        Args:
-            parameters: All trainable parameters, in the model's order.
-
-        Raises:
-            InvalidValueError: A rule selects Muon for a parameter that is not a matrix.
-        """
-        matrices = [parameter.name for parameter in parameters if len(parameter.shape) > 1]
-        ends = {"@first": matrices[:1], "@last": matrices[-1:]}
-        chosen = frozenset(p.name for p in parameters if self._means_muon(p, ends))
-        for parameter in parameters:
-            if parameter.name in chosen and len(parameter.shape) < 2:
-                raise InvalidValueError(
-                    "Muon orthogonalises matrices, but this parameter is not a matrix",
-                    'put ("@vectors", False) before the pattern that matches it',
-                    f"use_muon.{parameter.name}",
-                    parameter.shape,
-                )
-        return chosen
-
-    def _means_muon(self, parameter: ParameterFacts, ends: Mapping[str, Sequence[str]]) -> bool:
-        for pattern, use in self.rules:
-            if pattern == "@vectors":
-                picked = len(parameter.shape) < 2
-            elif pattern in ends:
-                picked = parameter.name in ends[pattern]
-            else:
-                picked = matches(pattern, parameter.name)
-            if picked:
-                return use
-        return False
+    matrices = [each.name for each in parameters if len(each.shape) > 1]
+    return frozenset(
+        name for name in matrices[1:-1] if not any(matches(pattern, name) for pattern in _FOR_ADAM)
+    )
 
 
 def muon_groups(
-    choice: OptimizerChoice,
-    model: ModelFacts,
-    patterns: MuonPatterns,
-    rates: Mapping[str, Any],
-) -> tuple[OptimizerChoice, tuple[Decision, ...]]:
-    """Split every group of ``choice`` into one group for Muon and one for Adam."""
-    selected = patterns.select(model.trainable)
-    if not selected:
-        raise OptimizerError(
-            "no parameter of this model is selected for Muon",
-            "select parameters with OptimizerResolver(muon=MuonPatterns(rules=…)), or use AdamW",
-            "use_muon",
-        )
+    choice: OptimizerChoice, model: ModelFacts, rates: Mapping[str, Any], log: Log
+) -> OptimizerChoice:
+    """Split every group of ``choice`` into one group for Muon and one for Adam.
+
+    Args:
+        choice: The optimizer, with the groups that the user asked for.
+        model: Names and shapes of the parameters.
+        rates: The optimizer's arguments, with ``muon_lr`` and ``adam_lr`` if they are set.
+        log: Log that receives the decisions.
+    """
+    hidden = hidden_matrices(model.trainable)
     muon_lr = rates.get("muon_lr", choice.lr)
-    adam_lr, decisions = _adam_rate(choice, rates)
-    params = {**choice.params, "lr": muon_lr}
+    adam_lr = _adam_rate(choice, rates, log)
     facts = {parameter.name: parameter for parameter in model.trainable}
     groups: list[GroupChoice] = []
     for group in choice.groups or (same_group(model.trainable, "", {}),):
         scale = float(group.params.get("lr", choice.lr)) / choice.lr
+        selected = _selected(group, facts, hidden)
         for kind, lr in (("muon", muon_lr), ("adam", adam_lr)):
-            members = [facts[n] for n in group.parameters if (n in selected) is (kind == "muon")]
+            names = [name for name in group.parameters if (name in selected) is (kind == "muon")]
             arguments = {**group.params, "lr": lr * scale, "use_muon": kind == "muon"}
             name = ", ".join(part for part in (group.name, kind) if part)
-            if members:
-                groups.append(same_group(members, name, arguments))
-    settled = attrs.evolve(choice, params=params, groups=tuple(groups))
-    return settled, (*decisions, *_convolutions_decision(facts, selected), groups_decision(groups))
+            if names:
+                groups.append(same_group([facts[each] for each in names], name, arguments))
+    _record_muon([group for group in groups if group.params["use_muon"]], facts, log)
+    record_groups(groups, log)
+    return attrs.evolve(choice, params={**choice.params, "lr": muon_lr}, groups=tuple(groups))
 
 
-def _adam_rate(
-    choice: OptimizerChoice, rates: Mapping[str, Any]
-) -> tuple[float, tuple[Decision, ...]]:
-    if "adam_lr" in rates:
-        return rates["adam_lr"], ()
-    lr = min(choice.lr, AUXILIARY_LR)
-    if lr == choice.lr:
-        return lr, ()
-    decision = Decision(
-        "optimizer.params.adam_lr",
-        None,
-        lr,
-        f"Muon's learning rate of {choice.lr:g} is far too large for Adam, which updates "
-        "the other parameters; set adam_lr to change Adam's learning rate",
-        "warning",
-    )
-    return lr, (decision,)
+def _selected(
+    group: GroupChoice, facts: Mapping[str, ParameterFacts], hidden: Collection[str]
+) -> Collection[str]:
+    """Return the names of a group's parameters that Muon updates: matrices only."""
+    use_muon = group.params.get("use_muon")
+    if use_muon is None:
+        return hidden
+    return [name for name in group.parameters if use_muon and len(facts[name].shape) > 1]
 
 
-def _convolutions_decision(
-    facts: Mapping[str, ParameterFacts], selected: frozenset[str]
-) -> tuple[Decision, ...]:
-    count = sum(len(facts[name].shape) > 2 for name in selected)
-    if not count:
-        return ()
-    decision = Decision(
-        "use_muon",
-        None,
-        f"{count} convolutions",
-        "Muon treats a convolution as a matrix of shape (out, in x height x width), as its "
-        'authors do; to use Adam for convolutions, put ("re:pattern", False) first',
-    )
-    return (decision,)
+def _adam_rate(choice: OptimizerChoice, rates: Mapping[str, Any], log: Log) -> float:
+    lr: float = rates.get("adam_lr", min(choice.lr, AUXILIARY_LR))
+    if "adam_lr" not in rates and lr != choice.lr:
+        reason = f"Muon's learning rate of {choice.lr:g} is far too large for Adam, which updates "
+        reason += "the other parameters; set adam_lr to change Adam's learning rate"
+        log.decide("optimizer.params.adam_lr", None, lr, reason, "warning")
+    return lr
+
+
+def _record_muon(
+    groups: Sequence[GroupChoice], facts: Mapping[str, ParameterFacts], log: Log
+) -> None:
+    if not groups:
+        raise OptimizerError(
+            "no parameter of this model is selected for Muon",
+            "select matrices with ParameterGroup(name=…, patterns=…, use_muon=True), or use AdamW",
+            "use_muon",
+        )
+    count = sum(len(facts[name].shape) > 2 for group in groups for name in group.parameters)
+    if count:
+        reason = "Muon treats a convolution as a matrix of shape (out, in x height x width), as "
+        reason += "its authors do; to use Adam for convolutions, write a group with use_muon=False"
+        log.decide("use_muon", None, f"{count} convolutions", reason)

@@ -9,9 +9,8 @@ import attrs
 from zerotune import platform as machines
 from zerotune.decisions import Decision, Log
 from zerotune.plan.context import Context, Streaming
-from zerotune.plan.optimizer.capability import Situation
-from zerotune.plan.optimizer.choose import ChoiceOptions, choose
 from zerotune.plan.optimizer.names import entry_of
+from zerotune.plan.optimizer.resolver import OptimizerResolver
 from zerotune.plan.resolve.case import Case
 from zerotune.plan.resolve.fill import Filler
 from zerotune.plan.resolved import (
@@ -54,7 +53,7 @@ def filled(
     plan: Settings,
     case: Case,
     log: Log,
-    options: ChoiceOptions,
+    resolver: OptimizerResolver,
     *,
     by_weight: bool,
 ) -> Resolved:
@@ -66,7 +65,7 @@ def filled(
         case: The plan and context before the rules' corrections; no correction changes batch sizes
             or precision.
         log: Earlier decisions.
-        options: How to choose the optimizer.
+        resolver: How to choose the optimizer.
         by_weight: Whether the optimizer updates one weight at a time, on the device.
     """
     context = case.context
@@ -77,8 +76,7 @@ def filled(
         case=case, stage=int(plan.stage), aio=plan.aio, decisions=[*log.decisions, *why]
     )
     plan = filler.filled_in(plan)
-    situation = Situation.of(plan, context, precision, by_weight=by_weight)
-    chosen = choose(plan, situation, run=context.run, model=context.model, options=options)
+    chosen = resolver.choose(plan, context, precision, by_weight=by_weight)
     return (requested.resolved_as or Resolved)(
         requested=requested,
         plan=plan,

@@ -214,15 +214,13 @@ SETTING_RULES: Final = (
     ),
     setting_rule(
         "one-bit-optimizer",
-        "warning",
+        "error",
         {"optimizer.type": is_other()},
         when=lambda plan: plan.optimizer_name in ONE_BIT,
         summary="DeepSpeed 0.19 removed the 1-bit optimizers, which never ran with ZeRO.",
         reason="DeepSpeed 0.19 removed the 1-bit optimizers, and older releases reject them with "
         "ZeRO",
         edits=writes("AdamW"),
-        remark="``OptimizerResolver`` replaces a 1-bit optimizer or raises an error, depending on "
-        "its policy.",
     ),
     setting_rule(
         "fp16-fixed-loss-scale",
