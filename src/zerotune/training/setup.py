@@ -188,7 +188,7 @@ def settled(
         # Groups are rules for a model's parameters.
         resolver = attrs.evolve(resolver, groups=None)
     if isinstance(plan, ResolvedPlan):
-        plan = plan if resolver is None else resolver.apply(plan)
+        plan = plan if resolver is None else resolver.resolve(plan)
     else:
         if isinstance(plan, Advice):
             streamed = plan.streamed if streamed is None else streamed

@@ -8,8 +8,9 @@ from typing import Any, Final
 import attrs
 
 from zerotune._util.text import did_you_mean
-from zerotune.decisions import OVERRIDE, WRITTEN, Log, Severity, precedence, raise_all
+from zerotune.decisions import OVERRIDE, RUN, WRITTEN, Log, Severity, precedence, raise_all
 from zerotune.errors import REMOVAL, UNSET, OptimizerError, UnknownKeyError
+from zerotune.plan.context import RunFacts
 from zerotune.plan.optimizer.choices import BY_RUN
 from zerotune.plan.optimizer.entries import Entry, Parameter
 from zerotune.plan.values import (
@@ -75,22 +76,23 @@ def below(settings: Mapping[str, Any], section: str) -> dict[str, Any]:
     return {k.removeprefix(start): v for k, v in settings.items() if k.startswith(start)}
 
 
-@attrs.frozen(kw_only=True)
-class Suggestion:
-    """A value for an unset argument, and where it comes from."""
-
-    value: Any
-    source: str
-    """Where the value comes from; completes the phrase "taken from …"."""
-    yields: bool = False
-    """Whether an explicit argument overrides the value without a warning."""
+LENGTHS: Final = ("total_num_steps", "num_training_steps")
+"""Arguments of schedules that are the run's number of optimizer steps."""
+_FACTS: Final = {
+    **{name: name for name in ("lr", "betas", "eps", "weight_decay")},
+    **dict.fromkeys(("warmup_num_steps", "num_warmup_steps"), "warmup_steps"),
+    **dict.fromkeys(LENGTHS, "total_steps"),
+}
+"""Attribute of ``RunFacts`` that sets an argument."""
+_NOTE: Final[Severity] = "note"
 
 
 @attrs.define(kw_only=True)
 class Arguments(Log):
     """Arguments of one optimizer or schedule: the source of each value, the value, the decision.
 
-    An override takes precedence over the configuration, then the run, then the default.
+    An override takes precedence over the configuration, then the run, then what the other of the
+    two implies, then the default.
     """
 
     entry: Entry
@@ -100,8 +102,9 @@ class Arguments(Log):
     """Values from the configuration; may contain ``"auto"``."""
     overrides: Mapping[str, Any]
     """Values passed to the resolver."""
-    suggestions: Mapping[str, Suggestion]
-    """Values that the run provides."""
+    run: RunFacts
+    implied: Mapping[str, tuple[Any, str]]
+    """Values that follow from other settings, and where each comes from."""
     plain_defaults: bool = False
     """Whether a missing key gets ``Parameter.default``, like a key set to ``"auto"``, instead of
     the default of DeepSpeed's class."""
@@ -120,13 +123,16 @@ class Arguments(Log):
         name, key = parameter.name, f"{self.section}.{parameter.name}"
         written = self.written.get(name, UNSET)
         explicit = UNSET if is_auto(written) else written
-        rival = self.suggestions.get(name)
+        fact = _FACTS.get(name, "")
+        of_run = getattr(self.run, fact, None)
         said = precedence(
             nothing=UNSET,
             override=self.overrides.get(name, UNSET),
             written=explicit,
-            run=UNSET if rival is None else rival.value,
+            run=UNSET if of_run is None else of_run,
         )
+        if not said and name in self.implied:
+            said = [self.implied[name]]
         if not said:
             if not parameter.optional:
                 self.values[name] = self._default(parameter, key)
@@ -137,14 +143,15 @@ class Arguments(Log):
             wins = "set by OptimizerResolver(overrides=…), which overrides the configuration"
             reason = None if before == value else wins
             severity = _NOTE if explicit is UNSET else "warning"
-        elif who != WRITTEN and rival is not None:
-            before, reason = before and AUTO, f"taken from {rival.source}"
+        elif who != WRITTEN:
+            source = f"{who} ({fact})" if who == RUN else who
+            before, reason = before and AUTO, f"taken from {source}"
         if reason is not None:
             self.decide(key, before, value, reason, severity)
-        if who == WRITTEN and rival is not None and not rival.yields:
-            other = check(parameter, rival.value, section=self.section)
+        if who == WRITTEN and of_run is not None:
+            other = check(parameter, of_run, section=self.section)
             if other != value:
-                wins = f"the configuration overrides the value from {rival.source}"
+                wins = f"the configuration overrides the value from the run ({fact})"
                 wins += '; write "auto" to use that value'
                 self.decide(key, other, value, wins, "warning")
         self.values[name] = value
@@ -193,8 +200,3 @@ class Arguments(Log):
                 f"the configuration does not set these arguments; the defaults of {self.entry.name}"
                 " are written out, because defaults change between releases",
             )
-
-
-_NOTE: Final[Severity] = "note"
-LENGTHS: Final = ("total_num_steps", "num_training_steps")
-"""Arguments of schedules that are the run's number of optimizer steps."""

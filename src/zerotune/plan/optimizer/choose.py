@@ -19,7 +19,7 @@ from zerotune.errors import (
 )
 from zerotune.plan.context import RunFacts
 from zerotune.plan.facts import ModelFacts
-from zerotune.plan.optimizer.arguments import Arguments, Suggestion, below, reject_unknown
+from zerotune.plan.optimizer.arguments import Arguments, below, reject_unknown
 from zerotune.plan.optimizer.capability import (
     CONFIGURATION_ONLY,
     GROUP_RATES,
@@ -92,8 +92,7 @@ def choose(
     said = settings_by_path(overrides, _override_paths) if overrides else {}
     choosing = _Choosing(situation=situation, overrides=said)
     request = choosing.outcome(ScheduleRequest.of, plan.scheduler, said)
-    suggestions = _suggestions(run, request)
-    found = choosing.outcome(choosing.optimizer, plan.optimizer, suggestions)
+    found = choosing.outcome(choosing.optimizer, plan.optimizer, run, _implied(request))
     # After an error, the schedule is checked too.
     choice = _STAND_IN
     if found is not None:
@@ -132,21 +131,14 @@ def _override_paths(name: str, value: Any) -> list[tuple[str, Any]]:
     return [(path, value)]
 
 
-def _suggestions(run: RunFacts, request: ScheduleRequest | None) -> dict[str, Suggestion]:
-    """Return values for unset optimizer arguments, from the run or else from the schedule."""
-    suggestions = {
-        name: Suggestion(value=getattr(run, name), source=f"the run ({name})")
-        for name in ("lr", "betas", "eps", "weight_decay")
-        if getattr(run, name) is not None
-    }
-    peak = None if request is None else request.entry.peak
-    if request is not None and peak is not None and "lr" not in suggestions:
-        value = as_number(request.params.get(peak))
-        # A peak out of range is refused under its own name, not as the optimizer's lr.
-        if value is not None and value > 0:
-            source = f"{SCHEDULER}.{peak}"
-            suggestions["lr"] = Suggestion(value=value, source=source, yields=True)
-    return suggestions
+def _implied(request: ScheduleRequest | None) -> dict[str, tuple[float, str]]:
+    """Return the learning rate that a schedule's peak implies, and the peak's path."""
+    if request is None or request.entry.peak is None:
+        return {}
+    value = as_number(request.params.get(request.entry.peak))
+    # A peak out of range is refused under its own name, not as the optimizer's lr.
+    at = f"{SCHEDULER}.{request.entry.peak}"
+    return {"lr": (value, at)} if value is not None and value > 0 else {}
 
 
 @attrs.define(kw_only=True)
@@ -158,7 +150,10 @@ class _Choosing(Log):
     """Overrides by path."""
 
     def optimizer(
-        self, section: OptimizerSection | None, suggestions: Mapping[str, Suggestion]
+        self,
+        section: OptimizerSection | None,
+        run: RunFacts,
+        implied: Mapping[str, tuple[Any, str]],
     ) -> tuple[OptimizerChoice, Arguments]:
         written = self.overrides.get(OPTIMIZER_TYPE, section.type if section else None)
         configured = written is not None and not is_auto(written)
@@ -185,7 +180,8 @@ class _Choosing(Log):
             section=OPTIMIZER,
             written=params,
             overrides=overrides,
-            suggestions={key: each for key, each in suggestions.items() if entry.parameter(key)},
+            run=run,
+            implied=implied,
             plain_defaults=not params or name.origin == "torch",
             decisions=self.decisions,
         )

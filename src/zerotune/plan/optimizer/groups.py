@@ -105,10 +105,9 @@ class ParameterGroup:
     an empty group is an error. A pattern that matches no parameter at all is always an error."""
 
     def __attrs_post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name.strip():
-            raise InvalidValueError(
-                "a group needs a name", key=f"{_RULES_KEY}.name", value=self.name
-            )
+        name: Any = self.name
+        if not isinstance(name, str) or not name.strip():
+            raise InvalidValueError("a group needs a name", key=f"{_RULES_KEY}.name", value=name)
         here = f"{_RULES_KEY}.{self.name}"
         for pattern in self.patterns:
             check_pattern(pattern, key=f"{here}.patterns")

@@ -13,7 +13,6 @@ from zerotune.plan.context import RunFacts
 from zerotune.plan.optimizer.arguments import (
     LENGTHS,
     Arguments,
-    Suggestion,
     below,
     reject_unknown,
 )
@@ -105,7 +104,9 @@ def choose_schedule(
         section=SCHEDULER,
         written=_follow_override(request, params, optimizer, log),
         overrides=request.overrides,
-        suggestions=_suggestions(entry, optimizer, run),
+        run=run,
+        # A peak that differs from the optimizer's lr gets a decision of its own.
+        implied={entry.peak: (optimizer.lr, "the optimizer's lr")} if entry.peak else {},
         decisions=log.decisions,
     )
     arguments.fill()
@@ -196,23 +197,6 @@ def _follow_override(
     why = "follows the learning rate set by OptimizerResolver(overrides=…)"
     log.decide(f"{SCHEDULER}.{peak}", written, optimizer.lr, why, "warning")
     return {**params, peak: optimizer.lr}
-
-
-def _suggestions(
-    entry: SchedulerEntry, optimizer: OptimizerChoice, run: RunFacts
-) -> dict[str, Suggestion]:
-    suggestions: dict[str, Suggestion] = {}
-    if entry.peak is not None:
-        # A peak that differs from the optimizer's lr gets a decision of its own.
-        source = "the optimizer's lr"
-        suggestions[entry.peak] = Suggestion(value=optimizer.lr, source=source, yields=True)
-    if run.warmup_steps is not None:
-        warmup = Suggestion(value=run.warmup_steps, source="the run (warmup_steps)")
-        suggestions |= dict.fromkeys(("warmup_num_steps", "num_warmup_steps"), warmup)
-    if run.total_steps is not None:
-        total = Suggestion(value=run.total_steps, source="the run (total_steps)")
-        suggestions |= dict.fromkeys(LENGTHS, total)
-    return {key: value for key, value in suggestions.items() if key in entry.parameter_names}
 
 
 def _default_warmup(arguments: Arguments, run: RunFacts) -> None:
