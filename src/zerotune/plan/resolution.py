@@ -8,9 +8,7 @@ from typing import Any, Final
 import attrs
 
 from zerotune.decisions import Decision, Log, raise_all
-from zerotune.errors import (
-    ZeroTuneError,
-)
+from zerotune.errors import OptimizerError, ZeroTuneError
 from zerotune.plan.context import Context, DeviceUpdate, EngineName, Streaming
 from zerotune.plan.optimizer.capability import Situation
 from zerotune.plan.optimizer.choose import BY_CHOICE, choose
@@ -49,9 +47,19 @@ def resolve(
         return resolved
     resolved = with_engine(attrs.evolve(resolved, streamed=streamed, engine=engine, update=update))
     if by_weight and resolved.update is None:
-        where = resolved.plan, resolved.context, resolved.precision
-        return resolved.with_choice(resolver.choose(*where, by_weight=False))
+        return _chosen_for_host(resolved, resolver)
     return resolved
+
+
+def _chosen_for_host(resolved: Resolved, resolver: OptimizerResolver) -> Resolved:
+    """Choose the optimizer of a plan whose update on the device cannot run."""
+    where = resolved.plan, resolved.context, resolved.precision
+    try:
+        return resolved.with_choice(resolver.choose(*where, by_weight=False))
+    except OptimizerError as error:
+        reason = next(each.reason for each in resolved.decisions if each.key == "update")
+        reason = f"{error.reason}; it cannot be updated on the device: {reason}"
+        raise OptimizerError(reason, error.fix, error.key, error.value, edits=error.edits) from None
 
 
 def _repaired(case: Case, rules: tuple[Rule, ...], log: Log) -> Settings:
