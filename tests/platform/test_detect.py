@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import logging
+import operator
 import os
 import pickle
 import platform as standard_platform
@@ -116,159 +117,249 @@ def without(*names):
     return {name: version for name, version in INSTALLED.items() if name not in names}
 
 
-def only_decision(platform):
-    (decision,) = platform.decisions
-    return decision
+ROCM = TorchFacts(accelerator="rocm", version="6.4.1", devices=(MI300X,))
+UNHIDDEN = {"facts": cuda(error="No CUDA GPUs are available")}
+FLAGS = "flags\t\t: fpu avx2 avx512f"
+WITH_ARC = {"facts": TorchFacts(accelerator="xpu", devices=(ARC,))}
 
 
-class TestCuda:
-    def test_two_devices_count_with_the_memory_of_the_smaller(self):
-        found = detect(facts=cuda(RTX_4090, T4))
-
-        assert found.accelerator == "cuda"
-        assert found.devices == (RTX_4090, T4)
-        assert found.vram == 15 * GIB
-        assert found.torch_build == "cuda 12.8"
-        assert found.deepspeed.available
-        assert found.deepspeed.environment == {"DS_ACCELERATOR": "cuda"}
-        assert found.decisions == ()
-        assert found.versions == {"python": "3.12.4", **INSTALLED}
-
-    @pytest.mark.parametrize(
-        ("devices", "bf16", "fp16"),
-        [
-            ((RTX_4090,), True, True),
-            ((T4,), False, True),
-            ((P100,), False, False),
-            ((RTX_4090, T4), False, True),
-        ],
-    )
-    def test_the_oldest_device_decides_the_precision(self, devices, bf16, fp16):
-        found = detect(facts=cuda(*devices))
-
-        assert (found.bf16, found.native_bf16, found.fp16) == (bf16, bf16, fp16)
-
-    def test_without_a_driver_the_cpu_is_used_and_the_reason_recorded(self):
-        found = detect(facts=cuda(error="Found no NVIDIA driver on your system."))
-
-        missing, on_cpu = found.decisions
-        assert found.accelerator == "cpu"
-        assert found.torch_build == "cuda 12.8"
-        assert found.deepspeed.accelerator == "cpu"
-        assert (missing.key, missing.before, missing.after) == (
-            "platform.accelerator",
-            "cuda",
-            "cpu",
-        )
-        assert missing.severity == "warning"
-        assert "Found no NVIDIA driver" in missing.reason
-        assert on_cpu.severity == "note"
-
-    @pytest.mark.parametrize("hidden", ["", "-1"])
-    def test_hidden_devices_give_only_a_note(self, hidden):
-        found = detect(
-            facts=cuda(error="No CUDA GPUs are available"),
-            environment={"CUDA_VISIBLE_DEVICES": hidden},
-        )
-
-        assert found.accelerator == "cpu"
-        assert found.decisions[0].severity == "note"
-        assert "CUDA_VISIBLE_DEVICES" in found.decisions[0].reason
+FEW = Cores(physical=16, logical=32, affinity=4)
 
 
-class TestRocm:
-    facts = TorchFacts(accelerator="rocm", version="6.4.1", devices=(MI300X,))
-
-    def test_deepspeed_is_disabled_on_rocm_by_default(self):
-        found = detect(facts=self.facts)
-
-        assert found.accelerator == "rocm"
-        assert found.torch_build == "rocm 6.4.1"
-        assert (found.bf16, found.fp16) == (True, True)
-        assert not found.deepspeed.available
-        assert found.deepspeed.accelerator is None
-        assert found.deepspeed.environment == {}
-        assert "allow_rocm=True" in found.deepspeed.fix
-        assert only_decision(found).severity == "warning"
-        assert only_decision(found).after == "disabled"
-
-    def test_allow_rocm_enables_deepspeed(self):
-        found = detect(facts=self.facts, allow_rocm=True)
-
-        assert found.deepspeed.available
-        assert found.deepspeed.accelerator == "cuda"
-        assert "allow_rocm=True" in only_decision(found).reason
-        assert only_decision(found).after == "cuda"
-
-    def test_a_missing_driver_is_reported_as_rocm(self):
-        found = detect(facts=TorchFacts(accelerator="rocm", problem="no HIP device"))
-
-        assert found.accelerator == "cpu"
-        assert found.decisions[0].before == "rocm"
+def cgroup(**values):
+    files = {
+        f"/sys/fs/cgroup/job/{key.replace('_', '.')}": f"{value}\n" for key, value in values.items()
+    }
+    return {"files": {**V2_FILES, **files}}
 
 
-class TestMac:
-    def test_deepspeed_is_disabled_on_macos(self):
-        found = detect(**mac())
-
-        assert found.accelerator == "mps"
-        assert found.devices == (M2,)
-        assert found.torch_build == "mps"
-        assert not found.deepspeed.available
-        assert "macOS" in found.deepspeed.reason
-        assert only_decision(found).severity == "warning"
-
-    @pytest.mark.parametrize("new_enough", [True, False])
-    def test_bf16_depends_on_the_macos_release(self, new_enough):
-        facts = TorchFacts(accelerator="mps", devices=(M2,), mps_bf16=new_enough)
-        found = detect(**mac(facts=facts))
-
-        assert (found.bf16, found.fp16) == (new_enough, True)
+def privileges(capabilities, *, uids=f"{0:10} {0:10} 4294967295\n"):
+    status = f"Name:\tpython\nCapInh:\t0\nCapEff:\t{capabilities}\n"
+    files = {"/proc/self/status": status, "/proc/self/uid_map": uids}
+    return {"locked_memory": 65536, "files": files}
 
 
-class TestXpu:
-    def test_deepspeed_runs_on_xpu(self):
-        found = detect(facts=TorchFacts(accelerator="xpu", devices=(ARC,)))
-
-        assert found.accelerator == "xpu"
-        assert found.torch_build == "xpu"
-        assert found.deepspeed.accelerator == "xpu"
-        assert (found.bf16, found.fp16) == (True, True)
-        assert found.decisions == ()
+def precisions(bf16, native, fp16):
+    return {"bf16": bf16, "native_bf16": native, "fp16": fp16}
 
 
-class TestCpu:
-    def test_without_a_gpu_deepspeed_uses_its_cpu_accelerator_on_linux(self):
-        found = detect()
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        # Two devices count with the memory of the smaller.
+        (
+            {"facts": cuda(RTX_4090, T4)},
+            {
+                "accelerator": "cuda",
+                "devices": (RTX_4090, T4),
+                "vram": 15 * GIB,
+                "torch_build": "cuda 12.8",
+                "deepspeed.available": True,
+                "deepspeed.environment": {"DS_ACCELERATOR": "cuda"},
+                "decisions": (),
+                "versions": {"python": "3.12.4", **INSTALLED},
+            },
+        ),
+        # The oldest device decides the precision.
+        ({"facts": cuda(RTX_4090)}, precisions(True, True, True)),
+        ({"facts": cuda(T4)}, precisions(False, False, True)),
+        ({"facts": cuda(P100)}, precisions(False, False, False)),
+        ({"facts": cuda(RTX_4090, T4)}, precisions(False, False, True)),
+        (
+            {"facts": ROCM},
+            {
+                "accelerator": "rocm",
+                "torch_build": "rocm 6.4.1",
+                "bf16": True,
+                "fp16": True,
+                "deepspeed.available": False,
+                "deepspeed.accelerator": None,
+                "deepspeed.environment": {},
+            },
+        ),
+        (
+            {"facts": ROCM, "allow_rocm": True},
+            {"deepspeed.available": True, "deepspeed.accelerator": "cuda"},
+        ),
+        (
+            {"facts": ROCM, "allow_rocm": True, "environment": {"DS_ACCELERATOR": "cuda"}},
+            {"accelerator": "rocm", "deepspeed.available": True},
+        ),
+        (
+            mac(),
+            {
+                "accelerator": "mps",
+                "devices": (M2,),
+                "torch_build": "mps",
+                "deepspeed.available": False,
+            },
+        ),
+        # On a Mac, the release of macOS decides whether bf16 runs.
+        *(
+            (
+                mac(facts=TorchFacts(accelerator="mps", devices=(M2,), mps_bf16=new)),
+                {"bf16": new, "fp16": True},
+            )
+            for new in (True, False)
+        ),
+        (
+            WITH_ARC,
+            {
+                "accelerator": "xpu",
+                "torch_build": "xpu",
+                "deepspeed.accelerator": "xpu",
+                "bf16": True,
+                "fp16": True,
+                "decisions": (),
+            },
+        ),
+        (
+            {},
+            {
+                "accelerator": "cpu",
+                "devices": (),
+                "vram": None,
+                "torch_build": "cpu",
+                "deepspeed.environment": {"DS_ACCELERATOR": "cpu"},
+            },
+        ),
+        # On a CPU, fp16 requires native arithmetic; bf16 always runs.
+        *(
+            ({"facts": TorchFacts(cpu_fp16=has)}, {"bf16": True, "fp16": has})
+            for has in (True, False)
+        ),
+        *(
+            ({"files": {"/proc/cpuinfo": cpuinfo}}, {"bf16": True, "native_bf16": native})
+            for cpuinfo, native in (
+                (f"model name\t: AMD EPYC\n{FLAGS} avx512_bf16\n", True),
+                ("flags\t\t: fpu avx512f amx_bf16 amx_tile\n", True),
+                ("Features\t: fp asimd bf16 i8mm\n", True),
+                (f"{FLAGS}\nbugs\t\t: bf16\n", False),
+                ("", False),
+            )
+        ),
+        ({"versions": {**INSTALLED, "deepspeed": "my-branch"}}, {"deepspeed.available": True}),
+        (
+            {"facts": cuda(error="Found no NVIDIA driver on your system.")},
+            {"accelerator": "cpu", "torch_build": "cuda 12.8"},
+        ),
+        (
+            {"facts": cuda(RTX_4090), "environment": {"DS_ACCELERATOR": "cpu"}},
+            {"accelerator": "cpu", "devices": (), "fp16": False},
+        ),
+        # Without a container, the whole machine is usable.
+        (
+            {},
+            {
+                "host_memory": HostMemory(total=128 * GIB, available=100 * GIB),
+                "host_memory.limit": 128 * GIB,
+                "usable_cores": 32,
+            },
+        ),
+        (
+            cgroup(memory_max="max", cpu_max="max 100000"),
+            {
+                "host_memory.cgroup_limit": None,
+                "host_memory.available": 100 * GIB,
+                "usable_cores": 32,
+            },
+        ),
+        (
+            cgroup(
+                memory_max=16 * GIB,
+                memory_current=6 * GIB,
+                memory_stat=f"anon 1\ninactive_file {2 * GIB}",
+                cpu_max="250000 100000",
+            ),
+            {
+                "host_memory.cgroup_limit": 16 * GIB,
+                "host_memory.limit": 16 * GIB,
+                "host_memory.available": 12 * GIB,
+                "usable_cores": 2,
+            },
+        ),
+        (
+            cgroup(memory_max=900 * GIB),
+            {"host_memory.limit": 128 * GIB, "host_memory.available": 100 * GIB},
+        ),
+        # Affinity and quota leave at least one usable core.
+        ({"core_counts": FEW}, {"usable_cores": 4}),
+        ({"core_counts": FEW, **cgroup(cpu_max="50000 100000")}, {"usable_cores": 1}),
+        *(
+            (privileges(capabilities), {"memlock_limit": limit})
+            for capabilities, limit in (
+                ("000001ffffffffff", None),
+                ("0000000000004000", None),
+                ("0000000000003fff", 65536),
+                ("0000000000000000", 65536),
+                ("not a number", 65536),
+            )
+        ),
+        # Root of a container without root.
+        (
+            privileges("000001ffffffffff", uids="0 1000 1\n1 100000 65536\n"),
+            {"memlock_limit": 65536},
+        ),
+    ],
+)
+def test_a_machine_is_described_by_its_facts(facts, expected):
+    found = detect(**facts)
 
-        assert found.accelerator == "cpu"
-        assert found.devices == ()
-        assert found.vram is None
-        assert found.torch_build == "cpu"
-        assert found.deepspeed.environment == {"DS_ACCELERATOR": "cpu"}
-        assert "DS_ACCELERATOR=cpu" in found.deepspeed.reason
-        assert only_decision(found).severity == "note"
+    assert {path: operator.attrgetter(path)(found) for path in expected} == expected
 
-    @pytest.mark.parametrize("native", [True, False])
-    def test_fp16_on_a_cpu_requires_native_arithmetic(self, native):
-        found = detect(facts=TorchFacts(cpu_fp16=native))
 
-        assert (found.bf16, found.fp16) == (True, native)
+@pytest.mark.parametrize(
+    ("facts", "change", "severity", "words"),
+    [
+        (
+            {"facts": cuda(error="Found no NVIDIA driver on your system.")},
+            ("platform.accelerator", "cuda", "cpu"),
+            "warning",
+            "Found no NVIDIA driver",
+        ),
+        *(
+            (
+                {**UNHIDDEN, "environment": {"CUDA_VISIBLE_DEVICES": hidden}},
+                ("platform.accelerator", "cuda", "cpu"),
+                "note",
+                "CUDA_VISIBLE_DEVICES",
+            )
+            for hidden in ("", "-1")
+        ),
+        (
+            {"facts": TorchFacts(accelerator="rocm", problem="no HIP device")},
+            ("platform.accelerator", "rocm", "cpu"),
+            "warning",
+            "no HIP device",
+        ),
+        (
+            {"facts": cuda(RTX_4090), "environment": {"DS_ACCELERATOR": "cpu"}},
+            ("platform.accelerator", "cuda", "cpu"),
+            "warning",
+            RTX_4090.name,
+        ),
+        ({"facts": ROCM}, ("platform.deepspeed", None, "disabled"), "warning", "allow_rocm=True"),
+        (
+            {"facts": ROCM, "allow_rocm": True},
+            ("platform.deepspeed", None, "cuda"),
+            None,
+            "allow_rocm=True",
+        ),
+        (mac(), ("platform.deepspeed", None, "disabled"), "warning", "macOS"),
+        ({}, ("platform.deepspeed", None, "cpu"), "note", "DS_ACCELERATOR=cpu"),
+    ],
+)
+def test_a_fallback_is_recorded_with_its_reason(facts, change, severity, words):
+    found = detect(**facts)
 
-    @pytest.mark.parametrize(
-        ("cpuinfo", "native"),
-        [
-            ("model name\t: AMD EPYC\nflags\t\t: fpu avx2 avx512f avx512_bf16\n", True),
-            ("flags\t\t: fpu avx512f amx_bf16 amx_tile\n", True),
-            ("Features\t: fp asimd bf16 i8mm\n", True),
-            ("flags\t\t: fpu avx2 avx512f\nbugs\t\t: bf16\n", False),
-            ("", False),
-        ],
-    )
-    def test_bf16_always_runs_and_is_native_where_the_kernel_says_so(self, cpuinfo, native):
-        found = detect(files={"/proc/cpuinfo": cpuinfo})
-
-        assert (found.bf16, found.native_bf16) == (True, native)
+    decision = found.decisions[0]
+    assert (decision.key, decision.before, decision.after) == change
+    assert severity in (None, decision.severity)
+    assert words in decision.reason
+    # A fallback to the CPU is followed by the note on DeepSpeed's accelerator there.
+    on_cpu = [each.severity for each in found.decisions[1:]]
+    assert on_cpu == (["note"] if change[0] == "platform.accelerator" else [])
+    assert found.deepspeed.accelerator == ("cpu" if on_cpu else found.deepspeed.accelerator)
 
 
 INSTALL, UPGRADE = "pip install 'deepspeed>=0.19.8'", "pip install --upgrade 'deepspeed>=0.19.8'"
@@ -280,7 +371,7 @@ REFUSED = "not an accelerator that DeepSpeed supports"
     ("facts", "reason", "fix"),
     [
         (
-            {"facts": TestRocm.facts, "allow_rocm": True, "versions": without("deepspeed")},
+            {"facts": ROCM, "allow_rocm": True, "versions": without("deepspeed")},
             "deepspeed is not installed",
             INSTALL,
         ),
@@ -312,115 +403,10 @@ def test_deepspeed_is_unavailable_with_a_reason_and_a_fix(facts, reason, fix):
     assert fix in (found.deepspeed.fix or "")
 
 
-class TestMissingPackages:
-    def test_an_unreadable_version_is_not_refused(self):
-        found = detect(versions={**INSTALLED, "deepspeed": "my-branch"})
+def test_a_matching_variable_changes_nothing():
+    plain = detect(facts=cuda(RTX_4090))
 
-        assert found.deepspeed.available
-
-
-class TestEnvironment:
-    def test_a_matching_variable_changes_nothing(self):
-        plain = detect(facts=cuda(RTX_4090))
-
-        assert detect(facts=cuda(RTX_4090), environment={"DS_ACCELERATOR": "cuda"}) == plain
-
-    def test_rocm_uses_the_accelerator_name_cuda(self):
-        found = detect(
-            facts=TestRocm.facts, allow_rocm=True, environment={"DS_ACCELERATOR": "cuda"}
-        )
-
-        assert found.accelerator == "rocm"
-        assert found.deepspeed.available
-
-    def test_the_variable_cpu_on_a_gpu_machine_is_respected_with_a_warning(self):
-        found = detect(facts=cuda(RTX_4090), environment={"DS_ACCELERATOR": "cpu"})
-
-        overridden = found.decisions[0]
-        assert found.accelerator == "cpu"
-        assert found.devices == ()
-        assert not found.fp16
-        assert found.deepspeed.accelerator == "cpu"
-        assert (overridden.before, overridden.after) == ("cuda", "cpu")
-        assert overridden.severity == "warning"
-        assert RTX_4090.name in overridden.reason
-
-
-class TestMemoryAndCores:
-    def test_without_a_container_the_whole_machine_is_usable(self):
-        found = detect()
-
-        assert found.host_memory == HostMemory(total=128 * GIB, available=100 * GIB)
-        assert found.host_memory.limit == 128 * GIB
-        assert found.usable_cores == 32
-
-    def test_an_unlimited_cgroup_v2_gives_no_limit(self):
-        found = detect(
-            files={
-                **V2_FILES,
-                "/sys/fs/cgroup/job/memory.max": "max\n",
-                "/sys/fs/cgroup/job/cpu.max": "max 100000\n",
-            }
-        )
-
-        assert found.host_memory.cgroup_limit is None
-        assert found.host_memory.available == 100 * GIB
-        assert found.usable_cores == 32
-
-    def test_a_limited_cgroup_v2_gives_its_limits(self):
-        found = detect(
-            files={
-                **V2_FILES,
-                "/sys/fs/cgroup/job/memory.max": f"{16 * GIB}\n",
-                "/sys/fs/cgroup/job/memory.current": f"{6 * GIB}\n",
-                "/sys/fs/cgroup/job/memory.stat": f"anon 1\ninactive_file {2 * GIB}\n",
-                "/sys/fs/cgroup/job/cpu.max": "250000 100000\n",
-            }
-        )
-
-        assert found.host_memory.cgroup_limit == 16 * GIB
-        assert found.host_memory.limit == 16 * GIB
-        assert found.host_memory.available == 12 * GIB
-        assert found.usable_cores == 2
-
-    def test_a_cgroup_limit_above_the_ram_has_no_effect(self):
-        found = detect(files={**V2_FILES, "/sys/fs/cgroup/job/memory.max": str(900 * GIB)})
-
-        assert found.host_memory.limit == 128 * GIB
-        assert found.host_memory.available == 100 * GIB
-
-    def test_affinity_and_quota_leave_at_least_one_usable_core(self):
-        few = Cores(physical=16, logical=32, affinity=4)
-        quota = {**V2_FILES, "/sys/fs/cgroup/job/cpu.max": "50000 100000\n"}
-
-        assert detect(core_counts=few).usable_cores == 4
-        assert detect(core_counts=few, files=quota).usable_cores == 1
-
-    @pytest.mark.parametrize(
-        ("capabilities", "limit"),
-        [
-            ("000001ffffffffff", None),
-            ("0000000000004000", None),
-            ("0000000000003fff", 65536),
-            ("0000000000000000", 65536),
-            ("not a number", 65536),
-        ],
-    )
-    def test_memlock_does_not_limit_a_privileged_process(self, capabilities, limit):
-        status = f"Name:\tpython\nCapInh:\t0\nCapEff:\t{capabilities}\n"
-        files = {"/proc/self/status": status, "/proc/self/uid_map": f"{0:10} {0:10} 4294967295\n"}
-
-        found = detect(locked_memory=65536, files=files)
-
-        assert found.memlock_limit == limit
-
-    def test_memlock_limits_root_of_a_rootless_container(self):
-        files = {
-            "/proc/self/status": "CapEff:\t000001ffffffffff\n",
-            "/proc/self/uid_map": "0 1000 1\n1 100000 65536\n",
-        }
-
-        assert detect(locked_memory=65536, files=files).memlock_limit == 65536
+    assert detect(facts=cuda(RTX_4090), environment={"DS_ACCELERATOR": "cuda"}) == plain
 
 
 class TestLogging:
