@@ -20,6 +20,7 @@ import pytest
 import torch
 from examples.recipes.convert import convert
 
+from tests.examples import diffusers_after as script
 from tests.examples.embedded import (
     ACCUMULATION,
     MICRO,
@@ -38,8 +39,11 @@ from tests.examples.embedded import (
 from tests.support.errors import error_of
 from tests.support.needs import needs
 from tests.support.ranks import free_port, ranks, run_ranks
+from tests.support.sampling import nightly
+from zerotune import DeepSpeedPlan
 from zerotune.checkpoint.folders import verify_checkpoint
 from zerotune.platform import detect_platform
+from zerotune.training import EmbeddedPlan
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "embedding"
 BEFORE, ALL = 3, 5
@@ -105,8 +109,8 @@ def checkpoint(tmp_path_factory) -> str:
 def test_the_accelerate_script_with_a_plan_trains_as_before(checkpoint, tmp_path):
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    script = ("accelerate_before", BEFORE, str(tmp_path), CPU)
-    (before,) = run_ranks(run_script, *script, env=env)
+    arguments = ("accelerate_before", BEFORE, str(tmp_path), CPU)
+    (before,) = run_ranks(run_script, *arguments, env=env)
     assert before["losses"] == pytest.approx(expected(1)[:BEFORE], rel=ALIKE)
 
 
@@ -148,8 +152,8 @@ def mean_over_ranks(results: list[dict[str, Any]]) -> list[float]:
 @pytest.mark.nightly
 def test_a_diffusers_style_script_trains_in_bf16_on_two_processes(tmp_path):
     given = ("--max_train_steps", str(BEFORE), "--mixed_precision", "bf16")
-    script = ("after", str(tmp_path), *given)
-    results = run_ranks(as_diffusers_writes_them, *script, world_size=2)
+    arguments = ("after", str(tmp_path), *given)
+    results = run_ranks(as_diffusers_writes_them, *arguments, world_size=2)
     steps = np.reshape(mean_over_ranks(results), (BEFORE, ACCUMULATION)).mean(axis=1)
     assert steps == pytest.approx(expected(2)[:BEFORE], rel=2e-2)
     assert steps != pytest.approx(expected(2)[:BEFORE], rel=ALIKE), "it trained in fp32"
@@ -166,9 +170,7 @@ def test_objects_replaced_by_the_plans_accelerator_are_recorded():
 
     from diffusers.training_utils import EMAModel as Foreign
 
-    from tests.examples import diffusers_after as script
     from zerotune.ema import EMAModel
-    from zerotune.training import EmbeddedPlan
 
     args = script.parse_args([])
     model = script.new_model()
@@ -234,7 +236,7 @@ AT_THE_END = ("--train_batch_size", "512", "--gradient_accumulation_steps", "3")
     ("world_size", "flags"),
     [
         (1, ("--mixed_precision", "bf16", *AT_THE_END)),
-        pytest.param(2, ("--max_train_steps", str(BEFORE)), marks=pytest.mark.nightly),
+        *nightly((2, ("--max_train_steps", str(BEFORE)))),
     ],
 )
 def test_the_host_engine_changes_no_bit_of_a_script(world_size, flags, tmp_path):
@@ -257,9 +259,6 @@ def test_the_host_engine_changes_no_bit_of_a_script(world_size, flags, tmp_path)
 @ranks(1)
 def test_a_script_on_the_host_engine_sees_norms_rates_and_skipped_steps(tmp_path):
     from torch.utils.data import DataLoader
-
-    from tests.examples import diffusers_after as script
-    from zerotune.training import EmbeddedPlan
 
     args = script.parse_args(["--gradient_accumulation_steps", "1"])
     original = script.new_model()
@@ -291,9 +290,6 @@ def test_a_script_on_the_host_engine_sees_norms_rates_and_skipped_steps(tmp_path
 @engine_runs
 @ranks(1)
 def test_deepspeed_runs_what_the_host_engine_cannot_and_a_decision_says_why():
-    from tests.examples import diffusers_after as script
-    from zerotune.training import EmbeddedPlan
-
     config = {**script.CONFIG, "zero_optimization": {"stage": 1}}
     model = script.new_model()
     with EmbeddedPlan(plan=config, run=script.parse_args([]), engine="host") as run:
@@ -306,8 +302,6 @@ def test_deepspeed_runs_what_the_host_engine_cannot_and_a_decision_says_why():
 
 
 def test_accelerates_cpu_flag_requires_a_plan_for_the_cpu(monkeypatch):
-    from zerotune.training import EmbeddedPlan
-
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
     card = attrs.evolve(detect_platform(), accelerator="cuda")
     refused = error_of(lambda: EmbeddedPlan(plan={"train_batch_size": 1}, platform=card))
@@ -328,8 +322,6 @@ def test_accelerates_cpu_flag_requires_a_plan_for_the_cpu(monkeypatch):
 )
 @ranks(1)
 def test_a_model_other_than_the_plans_is_refused(kind, difference):
-    from zerotune.training import EmbeddedPlan
-
     def made(width: int = 8) -> torch.nn.Sequential:
         return torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Linear(width, 1))
 
@@ -349,7 +341,6 @@ def test_a_script_schedule_that_differs_from_the_plans_is_noticed():
     from diffusers.optimization import get_scheduler
 
     from zerotune.backend.deepspeed.external import _rescheduled
-    from zerotune.training import EmbeddedPlan
 
     model = torch.nn.Linear(2, 2)
     adamw = {"type": "AdamW", "params": {"lr": 1e-2}}
@@ -390,8 +381,8 @@ def test_a_checkpoint_of_save_state_is_converted_and_resumed(zero, world_size, t
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     state = str(tmp_path / "state")
-    script = (saved_by_accelerate, BEFORE, state, zero)
-    run_ranks(*script, world_size=world_size, env=env if world_size == 1 else None)
+    arguments = (saved_by_accelerate, BEFORE, state, zero)
+    run_ranks(*arguments, world_size=world_size, env=env if world_size == 1 else None)
     checkpoint = str(convert(state, tmp_path / "converted"))
     assert verify_checkpoint(checkpoint).plan.stage == zero["stage"]
     # Resume under the other plan, in one process.
@@ -413,8 +404,8 @@ def test_a_checkpoint_of_save_state_is_converted_and_resumed(zero, world_size, t
 
 @engine_runs
 def test_a_raw_loop_resumes_a_checkpoint_of_accelerate(checkpoint, tmp_path):
-    script = ("deepspeed_after", ALL, str(tmp_path / "end"), SHARDED, checkpoint)
-    (seen,) = run_ranks(resumed_script, *script)
+    arguments = ("deepspeed_after", ALL, str(tmp_path / "end"), SHARDED, checkpoint)
+    (seen,) = run_ranks(resumed_script, *arguments)
     assert seen["losses"] == pytest.approx(expected(1)[BEFORE:], rel=ALIKE)
     assert seen["partitioned"]
     assert seen["ema_steps"] == seen["steps"] == ALL
@@ -425,24 +416,22 @@ def resumed_script(name: str, steps: int, folder: str, zero: dict[str, Any], res
 
 
 @engine_runs
-@pytest.mark.parametrize("kind", ["accelerate", "deepspeed"])
+@pytest.mark.parametrize("kind", ["deepspeed", *nightly("accelerate")])
 def test_the_scripts_train_as_before_at_stage_3_on_two_processes(kind, tmp_path):
-    script = (f"{kind}_after", BEFORE, str(tmp_path / "end"), SHARDED)
-    check(run_ranks(run_script, *script, world_size=2), zero=SHARDED)
+    arguments = (f"{kind}_after", BEFORE, str(tmp_path / "end"), SHARDED)
+    check(run_ranks(run_script, *arguments, world_size=2), zero=SHARDED)
 
 
 @engine_runs
-@pytest.mark.parametrize(
-    ("zero", "world_size"), [pytest.param(CPU, 1, marks=pytest.mark.nightly), (SHARDED, 2)]
-)
+@pytest.mark.parametrize(("zero", "world_size"), [(SHARDED, 2), *nightly((CPU, 1))])
 def test_the_fabric_script_with_a_plan_trains_as_before(zero, world_size, tmp_path):
     needs("lightning_fabric", may_lack="an example only")
-    script = ("fabric_after", BEFORE, str(tmp_path / "end"), zero)
+    arguments = ("fabric_after", BEFORE, str(tmp_path / "end"), zero)
     # Without this, Fabric uses every core and slows the other tests.
     env = {"OMP_NUM_THREADS": "1"}
     if world_size > 1:
         env["TORCHELASTIC_RUN_ID"] = "what torchrun sets and Fabric looks for"
-    check(run_ranks(run_script, *script, world_size=world_size, env=env), zero=zero)
+    check(run_ranks(run_script, *arguments, world_size=world_size, env=env), zero=zero)
 
 
 @engine_runs
@@ -458,9 +447,6 @@ def test_an_optimizer_silently_replaced_by_accelerate_is_detected_and_named():
 def test_accelerate_runs_the_optimizer_of_the_plan():
     from accelerate import Accelerator
     from examples.embedding.accelerate_before import CONFIG, new_model
-
-    from zerotune import DeepSpeedPlan
-    from zerotune.training import EmbeddedPlan
 
     asked = {"optimizer": {"type": "RMSprop", "params": {"lr": 1e-3}}, "scheduler": SCHEDULE}
     model = new_model()
@@ -493,7 +479,6 @@ def test_the_swap_folder_is_removed_when_the_script_ends(tmp_path):
     from examples.embedding.accelerate_before import CONFIG, new_model
 
     from zerotune import DeepSpeedPlan, OffloadManager
-    from zerotune.training import EmbeddedPlan
 
     zero = {"stage": 3, "offload_optimizer": {"device": "nvme"}}
     config = CONFIG | {"zero_optimization": zero, "optimizer": {"type": "AdamW"}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -17,25 +18,21 @@ import pytest
 from PIL import Image
 
 from tests.support.ranks import ranks, run_ranks
+from tests.support.sampling import nightly
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMOKE = ["--steps", "4", "--batch-size", "8", "--per-class", "2"]
 EASY = ["--require", "0"]
 CASES = [
-    pytest.param(["--no-deepspeed"], id="plain"),
-    pytest.param(
-        ["--stage", "0", *EASY], id="stage-0", marks=[pytest.mark.deepspeed, pytest.mark.nightly]
-    ),
-    pytest.param(
-        ["--stage", "1", "--offload", "none", "--accumulation", "2", *EASY],
-        id="stage-1-accumulating",
-        marks=[pytest.mark.deepspeed, pytest.mark.nightly],
-    ),
-    pytest.param(EASY, id="stage-2-cpu", marks=pytest.mark.deepspeed),
-    pytest.param(
-        ["--stage", "3", "--offload", "nvme", *EASY],
-        id="stage-3-nvme",
-        marks=[pytest.mark.deepspeed, pytest.mark.nvme],
+    pytest.param(EASY, id="stage-2-cpu"),
+    *(
+        pytest.param(arguments, id=name, marks=[pytest.mark.nightly, *more])
+        for name, arguments, *more in (
+            ("plain", ["--no-deepspeed"]),
+            ("stage-0", ["--stage", "0", *EASY]),
+            ("stage-1", ["--stage", "1", "--offload", "none", "--accumulation", "2", *EASY]),
+            ("stage-3-nvme", ["--stage", "3", "--offload", "nvme", *EASY], pytest.mark.nvme),
+        )
     ),
 ]
 _losses: dict[str, list[float]] = {}
@@ -63,6 +60,7 @@ def check_results(folder: Path) -> None:
     assert not swap.exists() or list(swap.iterdir()) == []
 
 
+@pytest.mark.deepspeed
 @pytest.mark.parametrize("arguments", CASES)
 def test_the_demo_saves_resumes_and_samples_under_every_plan(arguments, tmp_path):
     (code,) = run_ranks(digits, [*SMOKE, *arguments, "--output", str(tmp_path)])
@@ -87,9 +85,7 @@ def under_torchrun(arguments: list[str]) -> str:
 
 
 @pytest.mark.deepspeed
-@pytest.mark.parametrize(
-    "start", [on_two_ranks, pytest.param(under_torchrun, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("start", [on_two_ranks, *nightly(under_torchrun)])
 def test_the_demo_saves_and_resumes_on_two_processes(start, tmp_path):
     output = start([*SMOKE, *EASY, "--stage", "3", "--output", str(tmp_path)])
     check_results(tmp_path)
@@ -161,30 +157,18 @@ def test_an_impossible_plan_prints_a_one_line_error(tmp_path):
         assert said.count("\n") == 1
 
 
-def own_loop(steps: int) -> float:
-    from examples.own_loop import main
-
-    return main(steps)
-
-
-def minimal_trainer(steps: int) -> tuple[int, ...]:
-    from examples.minimal_trainer import main
-
-    return main(steps)
+def example(name: str, steps: int) -> Any:
+    return importlib.import_module(f"examples.{name}").main(steps)
 
 
 @pytest.mark.deepspeed
-def test_the_custom_loop_trains_and_its_output_fits_a_screen():
-    ((loss, said),) = run_ranks(saying, own_loop, 3)
-    assert 0 < loss < 10
-    fits_a_screen(said, first="loss ")
-
-
-@pytest.mark.deepspeed
-def test_the_minimal_trainer_trains_and_its_output_fits_a_screen():
-    ((shape, said),) = run_ranks(saying, minimal_trainer, 3)
-    assert shape == (4, 1, 8, 8)
-    fits_a_screen(said, first="step 1/3")
+@pytest.mark.parametrize(
+    ("name", "first"), [("own_loop", "loss "), ("minimal_trainer", "step 1/3")]
+)
+def test_a_short_example_trains_and_its_output_fits_a_screen(name, first):
+    ((_, said),) = run_ranks(saying, example, name, 3)
+    assert "sampled (4, 1, 8, 8)" in said
+    fits_a_screen(said, first=first)
 
 
 def launch(arguments: list[str]) -> str:

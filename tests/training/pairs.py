@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +75,10 @@ RIVALS = (
 )
 
 
-def adversaries() -> list[list[float]]:
+def adversaries(rivals: Sequence[tuple[Case, Case]]) -> list[list[float]]:
     """Train a generator through a judge, and the judge, for each pair; return the losses."""
     found = []
-    for cases in RIVALS:
+    for cases in rivals:
         maker, judge = (start(case, HostileNet(n, scalar=False)) for n, case in enumerate(cases))
         losses = []
         for number in range(4):
@@ -112,7 +113,6 @@ class Judged(torch.nn.Module):
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
-STAGES: tuple[int | None, ...] = (None, 0, 1, 2, 3)
 
 
 def example_of_the_page() -> str:

@@ -8,45 +8,40 @@ import pytest
 import torch
 
 from tests.support.ranks import ranks, run_ranks
-from tests.training import pairs
-from tests.training.pairs import PAIRS, STAGES, alone, page_example, together
+from tests.support.sampling import nightly
+from tests.training.pairs import PAIRS, RIVALS, adversaries, alone, page_example, together
+
+
+def names(cases):
+    return " and ".join(map(str, cases))
 
 
 @pytest.mark.deepspeed
+@pytest.mark.parametrize("pair", [PAIRS[1], *nightly((PAIRS[0],), (PAIRS[2],))], ids=names)
 @ranks(2)
-def test_two_models_trained_in_turn_equal_each_trained_alone_bit_for_bit():
+def test_two_models_trained_in_turn_equal_each_trained_alone_bit_for_bit(pair):
     before = os.environ.get("LOCAL_RANK")
-    found = []
-    for pair in PAIRS:
-        both = together(pair)
-        for seed, (case, (losses, trained)) in enumerate(zip(pair, both, strict=True)):
-            expected, wanted = alone(case, seed)
-            same = [torch.equal(wanted[name], trained[name]) for name in wanted]
-            found.append((str(case), [a == b for a, b in zip(expected, losses, strict=True)], same))
-    assert os.environ.get("LOCAL_RANK") == before
-    assert len(found) == 2 * len(pairs.PAIRS)
-    for name, losses, weights in found:
+    for seed, (case, (losses, trained)) in enumerate(zip(pair, together(pair), strict=True)):
+        expected, wanted = alone(case, seed)
+        assert losses == expected
         assert len(losses) == 6
-        assert all(losses), name
-        assert len(weights) > 5
-        assert all(weights), name
+        assert len(wanted) > 5
+        assert all(torch.equal(wanted[name], trained[name]) for name in wanted)
+    assert os.environ.get("LOCAL_RANK") == before
 
 
 @pytest.mark.deepspeed
-def test_a_model_trains_through_another_frozen_model():
-    ranks = run_ranks(pairs.adversaries, world_size=2)
-    for found in ranks:
-        expected = found[0]
+@pytest.mark.parametrize("rivals", [RIVALS[2], *nightly((RIVALS[1],), (RIVALS[3],))], ids=names)
+def test_a_model_trains_through_another_frozen_model(rivals):
+    for expected, losses in run_ranks(adversaries, (RIVALS[0], rivals), world_size=2):
         assert len(set(expected)) == 8
-        for case, losses in zip(pairs.RIVALS, found, strict=True):
-            assert losses == pytest.approx(expected, rel=5e-5), [str(each) for each in case]
+        assert losses == pytest.approx(expected, rel=5e-5)
 
 
 @pytest.mark.deepspeed
+@pytest.mark.parametrize("stage", [3, *nightly(0, 1, 2)])
 @ranks(1)
-def test_the_example_on_the_page_trains_u_nets_at_every_stage():
-    found = [page_example(stage) for stage in STAGES]
-    assert len(found) == len(pairs.STAGES)
-    assert len(set(found[0])) == 6
-    for stage, losses in zip(pairs.STAGES, found, strict=True):
-        assert losses == pytest.approx(found[0], rel=1e-4), stage
+def test_the_example_on_the_page_trains_u_nets_at_every_stage(stage):
+    expected = page_example(None)
+    assert len(set(expected)) == 6
+    assert page_example(stage) == pytest.approx(expected, rel=1e-4)
