@@ -19,9 +19,7 @@ class Acts:
 
     def inject(self, _work: Path, chance: random.Random) -> None:
         name = chance.choice(list(ACTS))
-        # CPU offload twice, since its steps are most often still pending.
-        kinds = sorted(ACTS[name].kinds)
-        kind = chance.choice([*kinds, *(each for each in kinds if KINDS[each].offload == "cpu")])
+        kind = chance.choice(sorted(ACTS[name].kinds))
         modes = modes_of(ACTS[name])
         for mode, verdict in cell(name, KINDS[kind], modes).items():
             if verdict.startswith("FAIL"):

@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 import attrs
@@ -38,7 +38,6 @@ class Kind:
     """Weights pass through a window; the optimizer's own step is that of the plan without it."""
     hosted: bool = False
     """The host engine trains, with the weights on the device."""
-    world_size: int = 1
 
 
 KINDS: Final = {
@@ -53,18 +52,8 @@ KINDS: Final = {
     "host": Kind(stage=2, hosted=True),
     "streamed": Kind(stage=2, streamed=True),
 }
-ALL: Final = frozenset(KINDS)
-SHARDED: Final = frozenset({"z3", "z3 cpu"})
-"""Kinds whose model weights are empty between steps."""
-WHOLE: Final = ALL - SHARDED
-BUCKETED: Final = frozenset({"z1", "z1 cpu", "z2", "z2 cpu"})
-"""Kinds whose backward pass fails if no parameter trained from the start gets a gradient."""
-OWN: Final = WHOLE - {"streamed"}
-"""Kinds whose model weights are whole, and views of them real views."""
-PLAIN: Final = frozenset({"plain"})
+HOST: Final = frozenset({"host"})
 HOSTED: Final = frozenset({"host", "streamed"})
-DEEPSPEED: Final = ALL - PLAIN - HOSTED
-"""Kinds in which DeepSpeed's engine trains."""
 
 
 class Oops(Exception):
@@ -124,10 +113,6 @@ class Act:
     """Kinds of engines to which it can be done."""
     before: Callable[[Any, Any], None] | None
     """Called with model and context before the engine starts."""
-    upstream: str
-    """What the optimizer's own step makes of it."""
-    ends: frozenset[str]
-    """Kinds of engines whose own step ends with an error too."""
     needs_ema: bool
     """Without an EMA there is nothing to do."""
     leaves: tuple[str, ...] = ()
@@ -141,12 +126,10 @@ ACTS: dict[str, Act] = {}
 def act(
     name: str,
     *,
-    upstream: str = "trains on as if nothing had been done",
     at: tuple[int, ...] = (2, 3, 7),
     moments: tuple[str, ...] = (STEP,),
-    kinds: frozenset[str] = ALL,
+    kinds: frozenset[str] = HOSTED,
     before: Callable[[Any, Any], None] | None = None,
-    ends: frozenset[str] = frozenset(),
     needs_ema: bool = False,
     leaves: tuple[str, ...] = (),
 ) -> Callable[[Do], Do]:
@@ -155,8 +138,8 @@ def act(
     def enter(do: Do) -> Do:
         assert name not in ACTS
         ACTS[name] = Act(
-            do=do, at=at, moments=moments, kinds=kinds, before=before, upstream=upstream,
-            ends=ends, needs_ema=needs_ema, leaves=leaves,
+            do=do, at=at, moments=moments, kinds=kinds, before=before, needs_ema=needs_ema,
+            leaves=leaves,
         )  # fmt: skip
         return do
 
@@ -192,7 +175,7 @@ def _(engine, model, context):
     model._apply(lambda tensor: tensor.clone())
 
 
-@act("half, then bfloat16", upstream="goes on with rounded weights until the next step", at=(2,))
+@act("half, then bfloat16", at=(2,))
 def _(engine, model, context):
     model.half().bfloat16().to(engine.dtype)
 
@@ -208,9 +191,7 @@ def _(engine, model, context):
         parameter.data = parameter.data.clone()
 
 
-@act(
-    "data of one weight set to another tensor", upstream="uses it until the next step", kinds=WHOLE
-)
+@act("data of one weight set to another tensor")
 def _(engine, model, context):
     model.mix.weight.data = model.mix.weight.data * 0.5
 
@@ -251,28 +232,7 @@ def _(engine, model, context):
         torch.__future__.set_swap_module_params_on_conversion(False)
 
 
-# -- Freezing. The host engine leaves frozen weights as they are, which ZeRO-2 does not.
-
-
-@act("freeze a part", at=(3,), kinds=ALL - HOSTED)
-def _(engine, model, context):
-    model.mix.requires_grad_(False)
-
-
-@act("freeze all but one", at=(3,), kinds=ALL - HOSTED)
-def _(engine, model, context):
-    model.requires_grad_(False)
-    model.out.requires_grad_(True)
-
-
-@act("freeze and unfreeze", at=(2, 4, 7, 9), kinds=PLAIN)
-def _(engine, model, context):
-    model.mix.requires_grad_(context.times % 2 == 1)
-
-
-@act("freeze between backward and step", at=(2, 4), moments=(BACKWARD,), kinds=PLAIN)
-def _(engine, model, context):
-    model.twin.requires_grad_(context.times % 2 == 1)
+# -- Freezing.
 
 
 @act("unfreeze what was frozen at the start", at=(3,))
@@ -297,7 +257,7 @@ def _tie(model: Any, _context: Any) -> None:
     model.twin.weight = model.mix.weight
 
 
-@act("untie two weights", at=(3,), before=_tie, ends=SHARDED)
+@act("untie two weights", at=(3,), before=_tie)
 def _(engine, model, context):
     model.twin.weight = torch.nn.Parameter(model.mix.weight.detach().clone())
 
@@ -313,7 +273,7 @@ def _(engine, model, context):
     model.mix = torch.nn.Linear(Net.CHANNELS, Net.CHANNELS).to(engine.dtype)
 
 
-@act("replace a weight by another Parameter", at=(3,), ends=SHARDED)
+@act("replace a weight by another Parameter", at=(3,))
 def _(engine, model, context):
     model.scale = torch.nn.Parameter(torch.full((Net.CHANNELS,), 0.7).to(engine.dtype))
 
@@ -325,7 +285,7 @@ def _(engine, model, context):
     model.mix.weight = weight
 
 
-@act("register_parameter", at=(3,), ends=SHARDED)
+@act("register_parameter", at=(3,))
 def _(engine, model, context):
     more = torch.nn.Parameter(torch.zeros(Net.CHANNELS).to(engine.dtype))
     model.register_parameter("more", more)
@@ -343,7 +303,7 @@ def _(engine, model, context):
     context.resources.callback(handle.remove)
 
 
-@act("add adapters with peft", at=(3,), kinds=WHOLE, ends=BUCKETED)
+@act("add adapters with peft", at=(3,))
 def _(engine, model, context):
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -352,7 +312,7 @@ def _(engine, model, context):
 
 
 # torch refuses to replace a streamed weight by another Parameter, and the run continues.
-@act("parametrize with weight_norm", at=(3,), kinds=OWN)
+@act("parametrize with weight_norm", at=(3,), kinds=HOST)
 def _(engine, model, context):
     torch.nn.utils.parametrizations.weight_norm(model.mix)
 
@@ -363,8 +323,7 @@ def _normed(model: Any, _context: Any) -> None:
 
 @act("weight_norm from the start", before=_normed)
 def _(engine, model, context):
-    if context.kind.stage != 3:
-        context.look(model.mix.weight)
+    context.look(model.mix.weight)
 
 
 def _empty(model: Any, _context: Any) -> None:
@@ -378,21 +337,9 @@ def _(engine, model, context): ...
 # -- Writing weights.
 
 
-@contextlib.contextmanager
-def gathered(context: Any, model: Any) -> Iterator[None]:
-    """Gather the model's weights; writes to them persist."""
-    if context.kind.stage != 3:
-        yield
-        return
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
-        yield
-
-
 def averaged(context: Any, model: Any) -> dict[str, torch.Tensor]:
     """Update a user's own EMA of the model's weights and return it."""
-    with torch.no_grad(), gathered(context, model):
+    with torch.no_grad():
         mine = context.kept.setdefault("mine", {n: p.clone() for n, p in model.named_parameters()})
         for name, parameter in model.named_parameters():
             if name in mine:
@@ -404,19 +351,17 @@ def averaged(context: Any, model: Any) -> dict[str, torch.Tensor]:
 def _(engine, model, context):
     mine = averaged(context, model)
     with torch.no_grad():
-        with gathered(context, model):
-            kept = {name: p.clone() for name, p in model.named_parameters()}
-            for name, parameter in model.named_parameters():
-                parameter.copy_(mine[name])
+        kept = {name: p.clone() for name, p in model.named_parameters()}
+        for name, parameter in model.named_parameters():
+            parameter.copy_(mine[name])
         model.eval()
         context.look(engine(context.batch(99)))
         model.train()
-        with gathered(context, model):
-            for name, parameter in model.named_parameters():
-                parameter.copy_(kept[name])
+        for name, parameter in model.named_parameters():
+            parameter.copy_(kept[name])
 
 
-@act("swap in an average of one's own with data", at=(2, 3, 5, 7), kinds=WHOLE)
+@act("swap in an average of one's own with data", at=(2, 3, 5, 7))
 def _(engine, model, context):
     mine = averaged(context, model)
     kept = {name: p.data for name, p in model.named_parameters()}
@@ -434,7 +379,7 @@ def _(engine, model, context):
         context.look(engine(context.batch(99)), averaged=True)
 
 
-@act("swap by load_state_dict", kinds=WHOLE)
+@act("swap by load_state_dict")
 def _(engine, model, context):
     kept = copy.deepcopy(model.state_dict())
     model.load_state_dict({name: value * 0.9 for name, value in kept.items()})
@@ -443,33 +388,31 @@ def _(engine, model, context):
     model.load_state_dict(kept)
 
 
-@act("load_state_dict with assign", kinds=WHOLE, at=(3,), ends=BUCKETED)
+@act("load_state_dict with assign", at=(3,))
 def _(engine, model, context):
     kept = {name: value.clone() for name, value in model.state_dict().items()}
     model.load_state_dict(kept, assign=True)
 
 
-@act("no_grad mul_", upstream="uses it until the next step writes the weights")
+@act("no_grad mul_")
 def _(engine, model, context):
-    with torch.no_grad(), gathered(context, model):
+    with torch.no_grad():
         model.mix.weight.mul_(0.5)
 
 
-@act(
-    "no_grad mul_ before the step", moments=(BACKWARD,), upstream="writes over it, or steps from it"
-)
+@act("no_grad mul_ before the step", moments=(BACKWARD,))
 def _(engine, model, context):
-    with torch.no_grad(), gathered(context, model):
+    with torch.no_grad():
         model.mix.weight.mul_(0.5)
 
 
-@act("data.clamp_", upstream="uses it until the next step writes the weights")
+@act("data.clamp_")
 def _(engine, model, context):
     for parameter in trained(model):
         parameter.data.clamp_(-0.05, 0.05)
 
 
-@act("torch.nn.init of a layer", kinds=WHOLE)
+@act("torch.nn.init of a layer")
 def _(engine, model, context):
     torch.manual_seed(3)
     torch.nn.init.normal_(model.mix.weight, std=0.02)
@@ -477,12 +420,12 @@ def _(engine, model, context):
 
 @act("functional_call with other weights")
 def _(engine, model, context):
-    with torch.no_grad(), gathered(context, model):
+    with torch.no_grad():
         other = {name: p.detach() * 0.5 for name, p in model.named_parameters()}
         context.look(torch.func.functional_call(model, other, (context.batch(99),)))
 
 
-@act("torch.func.grad", kinds=WHOLE)
+@act("torch.func.grad")
 def _(engine, model, context):
     def loss(weights):
         return torch.func.functional_call(model, weights, (context.batch(99),)).square().mean()
@@ -497,7 +440,7 @@ def _(engine, model, context):
 # -- Gradients.
 
 
-@act("clip gradients by hand", moments=(BACKWARD,), upstream="has them elsewhere, or clips them")
+@act("clip gradients by hand", moments=(BACKWARD,))
 def _(engine, model, context):
     context.look(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
 
@@ -509,7 +452,7 @@ def _(engine, model, context):
         context.look((name, None if gradient is None else float(gradient.float().norm())))
 
 
-@act("scale gradients by hand", moments=(BACKWARD,), upstream="has them elsewhere, or scales them")
+@act("scale gradients by hand", moments=(BACKWARD,))
 def _(engine, model, context):
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -537,23 +480,6 @@ def _(engine, model, context):
         parameter.grad = None
 
 
-@act("safe_get of DeepSpeed", kinds=DEEPSPEED)
-def _(engine, model, context):
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-    context.look(safe_get_full_fp32_param(model.mix.weight))
-    context.look(safe_get_full_optimizer_state(model.mix.weight, "exp_avg"))
-
-
-@act("safe_set of DeepSpeed", kinds=DEEPSPEED)
-def _(engine, model, context):
-    from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
-
-    value = safe_get_full_fp32_param(model.mix.weight)
-    if value is not None:
-        safe_set_full_fp32_param(model.mix.weight, value * 0.9)
-
-
 @act("edit the masters")
 def _(engine, model, context):
     with torch.no_grad(), engine.master_weights.editing() as fragments:
@@ -573,13 +499,12 @@ def _(engine, model, context):
 
 @act("deepcopy")
 def _(engine, model, context):
-    with gathered(context, model):
-        other = copy.deepcopy(model)
-        for value in other.state_dict().values():
-            context.look(value)
+    other = copy.deepcopy(model)
+    for value in other.state_dict().values():
+        context.look(value)
 
 
-@act("deepcopy of a layer, trained beside", kinds=WHOLE)
+@act("deepcopy of a layer, trained beside")
 def _(engine, model, context):
     other = copy.deepcopy(model.mix).float()
     sgd = torch.optim.SGD(other.parameters(), lr=0.1)
@@ -589,13 +514,13 @@ def _(engine, model, context):
 
 
 # Partitioned models refuse state_dict().
-@act("state_dict out", kinds=WHOLE)
+@act("state_dict out")
 def _(engine, model, context):
     for value in model.state_dict().values():
         context.look(value)
 
 
-@act("state_dict kept over a step", moments=(BACKWARD, STEP), kinds=WHOLE)
+@act("state_dict kept over a step", moments=(BACKWARD, STEP))
 def _(engine, model, context):
     if context.moment == BACKWARD:
         context.kept["state"] = model.state_dict()
@@ -604,7 +529,7 @@ def _(engine, model, context):
         context.look(value)
 
 
-@act("torch.save and torch.load", kinds=WHOLE)
+@act("torch.save and torch.load")
 def _(engine, model, context):
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
@@ -613,14 +538,14 @@ def _(engine, model, context):
         context.look(value)
 
 
-@act("pickle a layer", kinds=WHOLE)
+@act("pickle a layer")
 def _(engine, model, context):
     other = pickle.loads(pickle.dumps(model.later)), pickle.loads(pickle.dumps(model.state_dict()))
     for value in (*other[0].state_dict().values(), *other[1].values()):
         context.look(value)
 
 
-@act("pickle the model", kinds=PLAIN | HOSTED)
+@act("pickle the model")
 def _(engine, model, context):
     for value in pickle.loads(pickle.dumps(model)).state_dict().values():
         context.look(value)
@@ -656,13 +581,13 @@ def _view(make: Callable[[torch.Tensor], Any]) -> Do:
 
 for name, make in VIEWS.items():
     # A differentiable view of a streamed weight is a view of a copy.
-    where = OWN if name in ("view(-1)", "T") else WHOLE
+    where = HOST if name in ("view(-1)", "T") else HOSTED
     act(f"read through {name} made before the step", moments=(BACKWARD, STEP), kinds=where)(
         _view(make)
     )
 
 
-@act("write through a view made before the step", moments=(BACKWARD, STEP), kinds=WHOLE)
+@act("write through a view made before the step", moments=(BACKWARD, STEP))
 def _(engine, model, context):
     if context.moment == BACKWARD:
         context.kept["view"] = model.twin.weight.data
@@ -672,12 +597,11 @@ def _(engine, model, context):
 
 @act("read everything of a weight")
 def _(engine, model, context):
-    with gathered(context, model):
-        weight = model.twin.weight
-        context.look((str(weight), repr(weight.shape), weight.tolist(), weight[0, 0].item()))
-        context.look(weight.norm())
-        context.look([float(each.float().sum()) for each in weight])
-        context.look(torch._foreach_norm([weight, model.mix.weight])[0])
+    weight = model.twin.weight
+    context.look((str(weight), repr(weight.shape), weight.tolist(), weight[0, 0].item()))
+    context.look(weight.norm())
+    context.look([float(each.float().sum()) for each in weight])
+    context.look(torch._foreach_norm([weight, model.mix.weight])[0])
 
 
 # -- Compiling.
@@ -709,7 +633,7 @@ def looking_at_graphs(context: Any, predict: Callable[..., Any]) -> Callable[...
 
 
 # A model whose weights are streamed is compiled block by block (docs/streaming.md).
-@act("compile the module", at=(2,), kinds=ALL - {"streamed"})
+@act("compile the module", at=(2,), kinds=HOST)
 def _(engine, model, context):
     model.compile(backend=counting(context))
     context.predict = looking_at_graphs(context, context.predict)
@@ -727,7 +651,7 @@ def _(engine, model, context):
     context.predict = looking_at_graphs(context, context.predict)
 
 
-@act("compile a function that calls it", at=(2,), kinds=ALL - {"streamed"})
+@act("compile a function that calls it", at=(2,), kinds=HOST)
 def _(engine, model, context):
     def function(x):
         return engine.module(x) * 1.0
@@ -736,7 +660,7 @@ def _(engine, model, context):
     context.predict = looking_at_graphs(context, lambda _engine, x: called(x))
 
 
-@act("compile a function that uses a weight", at=(2,), kinds=OWN)
+@act("compile a function that uses a weight", at=(2,), kinds=HOST)
 def _(engine, model, context):
     called = torch.compile(
         lambda y: F.linear(y.permute(0, 2, 3, 1), model.mix.weight).permute(0, 3, 1, 2),
@@ -745,7 +669,7 @@ def _(engine, model, context):
     context.predict = looking_at_graphs(context, lambda engine, x: called(engine(x)))
 
 
-@act("torch.jit.trace of a layer", kinds=WHOLE)
+@act("torch.jit.trace of a layer")
 def _(engine, model, context):
     x = torch.ones(2, Net.CHANNELS).to(engine.dtype)
     context.look(torch.jit.trace(model.mix, x, check_trace=False)(x))
@@ -764,13 +688,13 @@ def _(engine, model, context):
         context.resources.callback(module.register_forward_hook(look).remove)
 
 
-@act("a forward hook that reads another layer", at=(2,), kinds=WHOLE)
+@act("a forward hook that reads another layer", at=(2,))
 def _(engine, model, context):
     handle = model.conv.register_forward_pre_hook(lambda *_: context.look(model.out.weight))
     context.resources.callback(handle.remove)
 
 
-@act("a forward hook that writes a weight", at=(2,), kinds=WHOLE)
+@act("a forward hook that writes a weight", at=(2,))
 def _(engine, model, context):
     def clamp(module, _inputs):
         with torch.no_grad():
@@ -787,7 +711,7 @@ def _(engine, model, context):
     context.resources.callback(model.mix.register_full_backward_hook(look).remove)
 
 
-@act("gradient hooks that read weights", at=(2,), kinds=WHOLE)
+@act("gradient hooks that read weights", at=(2,))
 def _(engine, model, context):
     weight = model.twin.weight
 
@@ -798,7 +722,7 @@ def _(engine, model, context):
     context.resources.callback(weight.register_hook(look).remove)
 
 
-@act("post-accumulate hooks that read weights", at=(2,), kinds=WHOLE)
+@act("post-accumulate hooks that read weights", at=(2,))
 def _(engine, model, context):
     def look(parameter):
         context.look(parameter.detach())
@@ -807,10 +731,8 @@ def _(engine, model, context):
     context.resources.callback(handle.remove)
 
 
-def inner_of(engine: Any, context: Any) -> torch.optim.Optimizer:
-    """Return the innermost optimizer."""
-    if context.kind.stage is None:
-        return engine._torch_optimizer
+def inner_of(engine: Any) -> torch.optim.Optimizer:
+    """Return the innermost optimizer, of the host engine or of its oracle."""
     if hasattr(engine, "_adam"):
         return engine._adam
     wrapper = engine.deepspeed_engine.optimizer
@@ -826,7 +748,7 @@ def masters(engine: Any) -> float:
 
 @act("optimizer step hooks", at=(2,))
 def _(engine, model, context):
-    inner = inner_of(engine, context)
+    inner = inner_of(engine)
     before = inner.register_step_pre_hook(lambda *_: context.look(masters(engine)))
     after = inner.register_step_post_hook(lambda *_: context.look(masters(engine)))
     context.resources.callback(before.remove)
@@ -847,47 +769,31 @@ def _(engine, model, context):
 # -- Parameter groups and learning rates.
 
 
-def groups_of(engine: Any, context: Any) -> list[dict[str, Any]]:
-    if context.kind.stage is None:
-        return engine._torch_optimizer.param_groups
-    if hasattr(engine, "_adam"):
-        return engine._adam.param_groups
-    return engine.deepspeed_engine.optimizer.param_groups
+CHANGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "another rate": lambda group: {"lr": group["lr"] * 0.3},
+    "other betas": lambda _: {"betas": (0.8, 0.95)},
+    "another weight decay": lambda _: {"weight_decay": 0.5},
+    "another eps": lambda _: {"eps": 1e-3},
+}
 
 
-@act("another rate in the groups", upstream="takes it for the next step, unless a schedule sets it")
-def _(engine, model, context):
-    for group in groups_of(engine, context):
-        group["lr"] *= 0.3
+def _change(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Do:
+    def in_all_groups(engine: Any, model: Any, context: Any) -> None:
+        groups = getattr(engine, "_adam", None) or engine.deepspeed_engine.optimizer
+        for group in groups.param_groups:
+            group.update(change(group))
+
+    return in_all_groups
 
 
-@act("another rate before the step", moments=(BACKWARD,))
-def _(engine, model, context):
-    for group in groups_of(engine, context):
-        group["lr"] *= 0.3
-
-
-@act("other betas")
-def _(engine, model, context):
-    for group in groups_of(engine, context):
-        group["betas"] = (0.8, 0.95)
-
-
-@act("another weight decay")
-def _(engine, model, context):
-    for group in groups_of(engine, context):
-        group["weight_decay"] = 0.5
-
-
-@act("another eps")
-def _(engine, model, context):
-    for group in groups_of(engine, context):
-        group["eps"] = 1e-3
+for name, change in CHANGES.items():
+    act(name)(_change(change))
+act("another rate before the step", moments=(BACKWARD,))(_change(CHANGES["another rate"]))
 
 
 @act("a new schedule", at=(3,))
 def _(engine, model, context):
-    inner = inner_of(engine, context)
+    inner = inner_of(engine)
     for group in inner.param_groups:
         group.setdefault("initial_lr", group["lr"])
     schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 0.9**step)
@@ -899,23 +805,9 @@ def _(engine, model, context):
 def _(engine, model, context):
     if not context.times:
         context.kept["schedule"] = torch.optim.lr_scheduler.StepLR(
-            inner_of(engine, context), step_size=2, gamma=0.5
+            inner_of(engine), step_size=2, gamma=0.5
         )
     context.kept["schedule"].step()
-
-
-@act("optimizer state_dict out and in", kinds=PLAIN)
-def _(engine, model, context):
-    optimizer = engine._torch_optimizer
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-
-
-@act("optimizer state_dict out", kinds=PLAIN | {"z1 cpu", "z2 cpu", "z3 cpu"})
-def _(engine, model, context):
-    optimizer = (
-        engine._torch_optimizer if context.kind.stage is None else engine.deepspeed_engine.optimizer
-    )
-    context.look(len(str(sorted(optimizer.state_dict()))))
 
 
 @act("engine state out and in")
@@ -952,25 +844,9 @@ def _(engine, model, context):
     handle.remove()
 
 
-# Streamed weights discard the window (tests/backend/host/test_steps.py), which DeepSpeed cannot.
-@act("an exception in backward", kinds=ALL - {"host", "streamed"})
-def _(engine, model, context):
-    def hook(*_):
-        fail()
-
-    fail = once(context, Oops("backward"))
-    context.resources.callback(model.mix.register_full_backward_hook(hook).remove)
-
-
-@act("an exception in a gradient hook", kinds=OWN - {"host"})
-def _(engine, model, context):
-    fail = once(context, Oops("hook"))
-    context.resources.callback(model.mix.weight.register_hook(fail).remove)
-
-
 @act("an exception in an optimizer hook", moments=(BACKWARD,))
 def _(engine, model, context):
-    handle = inner_of(engine, context).register_step_pre_hook(once(context, Oops("hook")))
+    handle = inner_of(engine).register_step_pre_hook(once(context, Oops("hook")))
     context.resources.callback(handle.remove)
 
 
@@ -983,12 +859,6 @@ def _(engine, model, context):
 @act("an exception between forward and backward")
 def _(engine, model, context):
     engine(context.batch(98))  # Its loss is never used.
-
-
-@act("KeyboardInterrupt in a step", moments=(BACKWARD,))
-def _(engine, model, context):
-    handle = inner_of(engine, context).register_step_pre_hook(once(context, KeyboardInterrupt()))
-    context.resources.callback(handle.remove)
 
 
 def interrupted(seconds: float, do: Callable[[], Any]) -> None:
@@ -1020,7 +890,7 @@ def _(engine, model, context):
 
 
 # Stage 3 itself does not survive an interrupt while it gathers weights.
-@act("KeyboardInterrupt in a forward without gradients", at=(2, 3, 5, 7), kinds=WHOLE)
+@act("KeyboardInterrupt in a forward without gradients", at=(2, 3, 5, 7))
 def _(engine, model, context):
     def forward():
         with torch.no_grad():
@@ -1077,12 +947,6 @@ def _(engine, model, context):
     context.begin(model.float())
 
 
-def _sharded_before(_model: Any, context: Any) -> None:
-    stage_3 = context.another(other_model(), Kind(stage=3))
-    train_beside(stage_3, context)
-    stage_3.close()
-
-
 class Fused(torch.autograd.Function):
     """A product with its weight as an argument, as in apex, Liger and Transformer Engine."""
 
@@ -1111,10 +975,6 @@ def _(engine, model, context):
     _fused(model, context)
 
 
-@act("a stage-3 engine before this one", before=_sharded_before, kinds=DEEPSPEED)
-def _(engine, model, context): ...
-
-
 @act("threads that read weights", at=(2,))
 def _(engine, model, context):
     stop, errors = threading.Event(), []
@@ -1141,7 +1001,7 @@ def _(engine, model, context):
         thread.start()
 
 
-@act("a thread that validates", at=(2, 3, 5), kinds=WHOLE)
+@act("a thread that validates", at=(2, 3, 5))
 def _(engine, model, context):
     outs: list[torch.Tensor] = []
 
@@ -1205,7 +1065,7 @@ def _(engine, model, context):
     context.predict = twice
 
 
-@act("torch.autograd.grad beside", moments=(STEP,), kinds=WHOLE)
+@act("torch.autograd.grad beside", moments=(STEP,))
 def _(engine, model, context):
     model.eval()
     loss = model(context.batch(96)).float().square().mean()
@@ -1214,7 +1074,7 @@ def _(engine, model, context):
     model.train()
 
 
-@act("weights in a loss of one's own", at=(2,), kinds=WHOLE)
+@act("weights in a loss of one's own", at=(2,))
 def _(engine, model, context):
     original = context.predict
     context.predict = lambda engine, x: (
@@ -1246,8 +1106,6 @@ REVERSIBLE: Final = (
     "cpu and back",
     "data = data.clone()",
     "vector_to_parameters",
-    "freeze and unfreeze",
-    "freeze between backward and step",
     "swap in an average of one's own with copy_",
     "swap in the average",
     "edit the masters",
@@ -1257,7 +1115,6 @@ REVERSIBLE: Final = (
     "another rate before the step",
     "an exception in forward",
     "an exception in forward, without a word to the engine",
-    "an exception in backward",
     "an exception in an optimizer hook",
     "discard a step",
     "evaluate under no_grad",
@@ -1296,6 +1153,6 @@ def everything(engine: Any, model: Any, context: Any) -> None:
 LONG_ACTS: Final = {
     "everything": Act(
         do=everything, at=tuple(range(1, LONG)), moments=(FORWARD, BACKWARD, PENDING, STEP),
-        kinds=ALL, before=None, upstream="does each as above", ends=frozenset(), needs_ema=False,
+        kinds=HOSTED, before=None, needs_ema=False,
     )
 }  # fmt: skip

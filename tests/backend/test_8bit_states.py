@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests.support.codes import Torch8BitAdam, encode
-from tests.support.ranks import ranks
 from zerotune.backend.fragments import OptimizerStates
 from zerotune.backend.optimizers.classes import (
     BLOCK,
@@ -16,6 +15,8 @@ from zerotune.backend.optimizers.classes import (
     codebook,
     decode,
 )
+from zerotune.backend.step.adams import Host8BitAdam, WholeMasters
+from zerotune.backend.step.kernel import CodedMoment, Piece, load_host_step
 
 NUMEL = 5 * BLOCK + 77
 STEPS = 30
@@ -32,8 +33,6 @@ def moments(seed: int = 0) -> torch.Tensor:
 
 
 def encoded(numbers: torch.Tensor, *, signed: bool) -> Any:
-    from zerotune.backend.step.kernel import CodedMoment, load_host_step
-
     codes, scales = (torch.empty(len(numbers), dtype=torch.uint8), torch.empty(40))
     moment = CodedMoment(codes=codes, scales=scales[: -(-len(numbers) // BLOCK)], signed=signed)
     load_host_step().encode(numbers, into=moment)
@@ -73,8 +72,6 @@ def test_encoding_chooses_the_nearest_codes(signed):
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("signed", [True, False])
 def test_the_op_decodes_and_encodes_like_torch_and_keeps_decoded_moments(signed):
-    from zerotune.backend.step.kernel import load_host_step
-
     numbers = (moments() if signed else moments().abs())[: NUMEL + 30 * BLOCK]
     first = encoded(numbers, signed=signed)
     decoded = load_host_step().decode(first)
@@ -99,8 +96,6 @@ def test_a_number_has_the_same_code_wherever_it_is_in_a_block(signed):
 
 @pytest.mark.deepspeed
 def test_a_positive_second_moment_never_becomes_zero_and_a_tiny_block_does():
-    from zerotune.backend.step.kernel import load_host_step
-
     wide, tiny = torch.full((BLOCK,), 1e-30), torch.full((BLOCK,), 1e-39)
     wide[0] = 1.0
     second = load_host_step().decode(encoded(torch.cat([wide, tiny]), signed=False))
@@ -118,45 +113,7 @@ def steps_of(optimizer: Any, weight: torch.nn.Parameter) -> None:
 
 
 @pytest.mark.deepspeed
-@ranks(1)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_pass_equals_the_optimizer_bit_for_bit(dtype):
-    from zerotune.backend.step.adams import Host8BitAdam, WholeMasters
-    from zerotune.backend.step.kernel import EMAPart, Piece, load_host_step
-
-    random_ = torch.Generator().manual_seed(0)
-    start = torch.randn(NUMEL, generator=random_)
-    mine, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
-    kinds = (AdamW8BitStates, mine), (Torch8BitAdam, theirs)
-    adams = [kind([w], lr=1e-2, weight_decay=0.1) for kind, w in kinds]
-    host, group = Host8BitAdam(op=load_host_step(), adam=adams[0]), adams[0].param_groups[0]
-    shadow, expected = start.clone(), start.clone()
-    out = torch.empty(NUMEL, dtype=torch.bfloat16)
-    for _ in range(STEPS):
-        gradient = torch.randn(NUMEL, generator=random_).to(dtype)
-        step = host.begin(
-            mine, gradient=gradient, group=group, factor=0.3, out=out,
-            masters=WholeMasters(mine.data), places=[(0, 0)],
-        )  # fmt: skip
-        for part in (slice(2 * BLOCK, NUMEL), slice(0, 2 * BLOCK)):
-            average = EMAPart(tensor=shadow[part], weight=0.1)
-            step.run([Piece(part.start, part.stop, [average])])
-        theirs.grad = gradient.float() * torch.tensor(0.3)
-        adams[1].step()
-        expected.lerp_(theirs.data, 0.1)
-    assert torch.equal(mine.data, theirs.data)
-    assert torch.equal(out, theirs.data.bfloat16())
-    assert torch.equal(shadow, expected)
-    for name, state in adams[0].state[mine].items():
-        other = adams[1].state[theirs][name]
-        assert torch.equal(state, other) if isinstance(state, torch.Tensor) else state == other
-
-
-@pytest.mark.deepspeed
 def test_second_moments_follow_changes_that_are_smaller_than_the_distance_of_codes():
-    from zerotune.backend.step.adams import Host8BitAdam, WholeMasters
-    from zerotune.backend.step.kernel import Piece, load_host_step
-
     weight = torch.nn.Parameter(torch.zeros(8 * BLOCK))
     adam = AdamW8BitStates([weight], lr=1e-6, betas=(0.9, 0.99))
     host, gradient = Host8BitAdam(op=load_host_step(), adam=adam), torch.ones(8 * BLOCK)
@@ -173,9 +130,6 @@ def test_second_moments_follow_changes_that_are_smaller_than_the_distance_of_cod
 
 @pytest.mark.deepspeed
 def test_moments_written_as_numbers_are_kept_when_others_are_written_as_codes():
-    from zerotune.backend.step.adams import Host8BitAdam
-    from zerotune.backend.step.kernel import load_host_step
-
     weight = torch.nn.Parameter(torch.zeros(NUMEL))
     adam = AdamW8BitStates([weight])
     coder = Host8BitAdam(op=load_host_step(), adam=adam)

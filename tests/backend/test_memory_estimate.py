@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import attrs
+import diffusers
 import pytest
 import torch
 from diffusers import UNet2DModel
@@ -15,10 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.memory import MIB, Peak, in_use, needs_mallinfo, resident
 from tests.support.ranks import ranks, run_ranks
 from tests.support.runs import PLAIN, Case, start
+from tests.support.sampling import nightly, sampled
+from zerotune import load_pretrained
 from zerotune._util.proc import return_freed_memory
+from zerotune.diffusion.facts import example_inputs, model_facts
 from zerotune.diffusion.passes import fuses_norm
 from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.context import Streaming
+from zerotune.plan.memory.estimate import RUNTIME
+from zerotune.plan.memory.items import Workload
 
 pytestmark = [
     pytest.mark.deepspeed,
@@ -35,8 +41,6 @@ OVER, UNDER = 0.10, 0.03
 
 
 def train(engine: Any, width: int, steps: int) -> None:
-    import torch
-
     for _ in range(steps * engine.plan.gradient_accumulation_steps):
         sample = torch.randn(1, width).to(engine.dtype)
         engine.backward(engine(sample).float().pow(2).mean())
@@ -44,10 +48,6 @@ def train(engine: Any, width: int, steps: int) -> None:
 
 
 def measure(case: Case) -> dict[str, float]:
-    import torch
-
-    from zerotune.plan.memory.estimate import RUNTIME
-    from zerotune.plan.memory.items import Workload
 
     small = start(case, torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(LAYERS))))
     train(small, 8, 1)
@@ -67,49 +67,48 @@ def measure(case: Case) -> dict[str, float]:
     }
 
 
-def check(result: dict[str, float]) -> None:
-    measured, estimated = result["measured"], result["estimated"]
-    assert measured > 5, "a step of training takes more than the weights"
-    assert estimated >= measured * (1 - UNDER) - SLACK, result
-    assert estimated <= measured * (1 + OVER) + SLACK, result
-
-
 STREAMED = Streaming(units=tuple(map(str, range(LAYERS))))
 SMALL_BUCKETS = (("reduce_bucket_size", 5_000_000), ("sub_group_size", 6_000_000))
 
 
+SWAPPED = Case(
+    stage=3, offload="nvme", offload_param="nvme", precision="bf16", overrides=SMALL_BUCKETS
+)
+HALF = {"stage": 2, "offload": "cpu", "precision": "bf16"}
+
+
 @pytest.mark.parametrize(
-    "case",
+    ("case", "world_size"),
     [
-        Case(stage=0),
-        pytest.param(Case(stage=1, precision="bf16"), marks=pytest.mark.nightly),
-        Case(stage=2, offload="cpu", precision="bf16", accumulation=2),
-        pytest.param(
-            Case(stage=2, offload="cpu", precision="bf16", optimizer="AdamWBF16States"),
-            marks=pytest.mark.nightly,
+        (Case(stage=3, offload="cpu", offload_param="cpu"), 1),
+        (Case(**HALF, streamed=STREAMED), 1),
+        (Case(**HALF, engine="host"), 1),
+        (attrs.evolve(PLAIN, offload="cpu"), 1),
+        pytest.param(SWAPPED, 1, marks=pytest.mark.nvme),
+        *nightly(
+            (Case(stage=0), 1),
+            (Case(stage=1, precision="bf16"), 1),
+            (Case(**HALF, accumulation=2), 1),
+            (Case(**HALF, optimizer="AdamWBF16States"), 1),
+            (Case(stage=3, precision="bf16", overrides=SMALL_BUCKETS), 1),
+            (Case(stage=3), 2),
+            (PLAIN, 1),
         ),
-        pytest.param(
-            Case(stage=3, precision="bf16", overrides=SMALL_BUCKETS), marks=pytest.mark.nightly
-        ),
-        Case(stage=3, offload="cpu", offload_param="cpu"),
-        Case(stage=2, offload="cpu", precision="bf16", streamed=STREAMED),
-        Case(stage=2, offload="cpu", precision="bf16", engine="host"),
     ],
     ids=str,
 )
-def test_host_memory_matches_the_estimate(case):
-    (result,) = run_ranks(measure, case)
-    check(result)
-
-
-def test_host_memory_of_two_ranks_matches_the_estimate():
-    for result in run_ranks(measure, Case(stage=3), world_size=2):
-        check(result)
+def test_host_memory_matches_the_estimate(case, world_size, tmp_path):
+    nvme_path = str(tmp_path) if case.offload == "nvme" else None
+    for result in run_ranks(
+        measure, attrs.evolve(case, nvme_path=nvme_path), world_size=world_size
+    ):
+        measured, estimated = result["measured"], result["estimated"]
+        assert measured > 5, "a step of training takes more than the weights"
+        assert estimated >= measured * (1 - UNDER) - SLACK, result
+        assert estimated <= measured * (1 + OVER) + SLACK, result
 
 
 def kept_by_the_allocator(case: Case) -> int:
-    import torch
-
     layers = (torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
     engine = start(case, torch.nn.Sequential(*layers))
     gc.collect()
@@ -126,23 +125,7 @@ def test_a_start_leaves_no_freed_copies_of_the_weights_behind():
     assert kept < 2 * LAYERS * WIDTH**2 / 4
 
 
-@pytest.mark.nvme
-def test_host_memory_with_nvme_matches_the_estimate(tmp_path):
-    case = Case(
-        stage=3,
-        offload="nvme",
-        offload_param="nvme",
-        precision="bf16",
-        nvme_path=str(tmp_path),
-        overrides=SMALL_BUCKETS,
-    )
-    (result,) = run_ranks(measure, case)
-    check(result)
-
-
 def taken_by_closing(case: Case) -> float:
-    import torch
-
     layers = (torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
     engine = start(case, torch.nn.Sequential(*layers))
     train(engine, WIDTH, 2)
@@ -154,14 +137,7 @@ def taken_by_closing(case: Case) -> float:
 
 @pytest.mark.nvme
 def test_weights_that_return_from_nvme_need_no_more_memory_than_training(tmp_path):
-    case = Case(
-        stage=3,
-        offload="nvme",
-        offload_param="nvme",
-        precision="bf16",
-        nvme_path=str(tmp_path),
-        overrides=SMALL_BUCKETS,
-    )
+    case = attrs.evolve(SWAPPED, nvme_path=str(tmp_path))
     (taken,) = run_ranks(taken_by_closing, case)
     assert taken < 0.2
 
@@ -177,11 +153,6 @@ def test_memory_of_loading_matches_the_estimate(tmp_path):
                        down_block_types=("DownBlock2D", "DownBlock2D"),
                        up_block_types=("UpBlock2D", "UpBlock2D"))  # fmt: skip
     unet.save_pretrained(tmp_path)
-    import torch
-
-    from zerotune import load_pretrained
-    from zerotune.plan.memory.estimate import RUNTIME
-    from zerotune.plan.memory.items import Workload
 
     case = Case(stage=2, precision="bf16")
     start(case, torch.nn.Linear(8, 8)).close()
@@ -210,12 +181,6 @@ def test_memory_of_loading_matches_the_estimate(tmp_path):
     for measured, estimated in found.values():
         assert estimated * (1 - OVER) - SLACK <= measured <= estimated * (1 + UNDER) + SLACK, found
     assert found[True][0] > 1.5 * found[False][0]
-
-
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-def test_memory_of_the_plain_engine_matches_the_estimate(offload):
-    (result,) = run_ranks(measure, attrs.evolve(PLAIN, offload=offload))
-    check(result)
 
 
 # -- Activations of diffusers' models: few layers, on real engines.
@@ -320,15 +285,10 @@ def pass_of(model: Any, given: dict[str, Any], backward: Any) -> float:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name == "wan" else pytest.mark.nightly) for name in SHALLOW],
+    sampled(SHALLOW, ["wan"]),
 )
 @ranks(1)
 def test_activation_memory_of_few_layers_matches_the_estimate(name):
-    import diffusers
-
-    from zerotune.diffusion.facts import example_inputs, model_facts
-    from zerotune.plan.memory.estimate import RUNTIME
-    from zerotune.plan.memory.items import Workload
 
     case = Case(stage=2, offload="cpu", precision="bf16", micro_batch=2)
     one = SHALLOW[name]

@@ -156,7 +156,41 @@ def web_batch(random_: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
     return {"x": torch.randn(4, 8, generator=random_).to(dtype)}
 
 
+class Apart(torch.nn.Module):
+    """A model that uses weights in many ways, mostly outside their own module's call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.frozen = torch.nn.Linear(6, 6).requires_grad_(False)
+        self.attention = torch.nn.MultiheadAttention(6, 2, batch_first=True)
+        self.recurrent = torch.nn.GRU(6, 6, batch_first=True)
+        self.twice = torch.nn.Linear(6, 6)
+        self.tied = torch.nn.Linear(6, 6, bias=False)
+        self.tied.weight = self.twice.weight
+        self.never = torch.nn.Linear(6, 2)
+        self.again = torch.nn.Sequential(torch.nn.Linear(6, 17), torch.nn.Linear(17, 6))
+        self.scale = torch.nn.Parameter(torch.ones(3))
+        self.large = torch.nn.Linear(6, 301)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.frozen(x)
+        x = x + self.attention(x, x, x, need_weights=False)[0] + self.recurrent(x)[0]
+        x = self.tied(torch.tanh(self.twice(self.twice(x))))
+        # Not left out, since the host engine would leave these weights as they are.
+        x = x + self.never(x).sum() * 0
+        x = x + checkpoint(self.again, x, use_reentrant=False)
+        return self.large(x) * self.scale.sum() + torch.nn.functional.linear(
+            x, self.large.weight, self.large.bias
+        )
+
+
+def apart_batch(random_: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
+    return {"x": torch.randn(2, 3, 6, generator=random_).to(dtype)}
+
+
 FAMILIES = {
+    "apart": (Apart, apart_batch),
     "unet": (unet, unet_batch),
     "flux": (flux, flux_batch),
     "qwen": (qwen, qwen_batch),

@@ -26,6 +26,7 @@ from tests.backend.host.streaming import (
     train,
 )
 from tests.support.ranks import RanksFailed, on_a_machine, ranks, run_ranks
+from tests.support.sampling import nightly
 from zerotune.backend.host import ranks as shared
 from zerotune.backend.host.sharing import Meeting
 from zerotune.checkpoint import load_checkpoint, save_checkpoint
@@ -39,22 +40,32 @@ pytestmark = pytest.mark.deepspeed
 CLIPPED = Run(family="web", accumulation=3, steps=4, evaluate=True)
 EAGER = Run(family="web", checkpointing="on", clipping=0.0, steps=4)
 ADAPTERS = Run(family="flux", lora=True, checkpointing="on", steps=4)
+STREAMED = Streaming(window=2, gradient_buffers=2)
+LEAN = Streaming(window=2, split_masters=True, gradient_buffers=2)
 FURTHER = (
-    Run(family="unet", clipping=0.0, accumulation=3, groups=True, steps=3),
-    Run(family="qwen", precision="fp32", clipping=0.0, steps=4),
+    (Run(family="unet", clipping=0.0, accumulation=3, groups=True, steps=3), STREAMED),
+    (Run(family="qwen", precision="fp32", clipping=0.0, steps=4), STREAMED),
 )
 """``test_parity`` runs them on one rank."""
-STREAMED = Streaming(window=2, gradient_buffers=2)
+LONG = (
+    (Run(family="flux", steps=20), STREAMED),
+    (Run(family="flux", checkpointing="on", clipping=0.0, steps=20), STREAMED),
+    (Run(family="flux", checkpointing="on", clipping=0.0, lora=True, steps=20), STREAMED),
+    (Run(family="qwen", accumulation=3, steps=20), STREAMED),
+    (Run(family="unet", clipping=0.0, groups=True, steps=20), STREAMED),
+    (Run(family="web", clipping=0.0, steps=20), Streaming(window=3, gradient_buffers=1)),
+    (Run(family="web", checkpointing="on", steps=20, compiled="aot_eager"), STREAMED),
+    (Run(family="flux", clipping=0.0, steps=20, compiled="aot_eager"), STREAMED),
+)
 
 
 def rank() -> int:
     return int(os.environ["RANK"])
 
 
-def lean_weights(optimizer: str, steps: int = 4) -> tuple[list[float], dict[str, bytes]]:
+def lean_weights(optimizer: str, steps: int) -> tuple[list[float], dict[str, bytes]]:
     run = Run(family="web", clipping=0.0, optimizer=optimizer, steps=steps)
-    streamed = Streaming(window=2, split_masters=True, gradient_buffers=2)
-    with start(run, make_model(run), streamed=streamed) as engine:
+    with start(run, make_model(run), streamed=LEAN) as engine:
         losses = []
         for step in range(run.steps):
             # The same batch on every rank, so the mean gradient equals that of one rank.
@@ -68,25 +79,32 @@ def lean_weights(optimizer: str, steps: int = 4) -> tuple[list[float], dict[str,
     return losses, weights
 
 
-def test_lean_states_do_not_depend_on_the_number_of_ranks():
-    ((losses, weights),) = run_ranks(lean_weights, "AdamW8BitStates")
-    for other, found in run_ranks(lean_weights, "AdamW8BitStates", world_size=2):
-        assert other == losses
-        assert found == weights
+@pytest.mark.parametrize(
+    ("optimizer", "steps"),
+    [
+        ("AdamW8BitStates", 4),
+        *nightly(("AdamWBF16States", 20), ("AdamW8BitStates", 20)),
+    ],
+)
+def test_lean_states_do_not_depend_on_the_number_of_ranks(optimizer, steps):
+    ((losses, weights),) = run_ranks(lean_weights, optimizer, steps)
+    for other, found in run_ranks(lean_weights, optimizer, steps, world_size=2):
+        assert (other, found) == (losses, weights)
 
 
 @pytest.mark.parametrize(
-    "run",
+    ("run", "streamed"),
     [
-        CLIPPED,
-        EAGER,
-        ADAPTERS,
-        *(pytest.param(run, marks=pytest.mark.nightly) for run in FURTHER),
+        (CLIPPED, STREAMED),
+        (EAGER, STREAMED),
+        (Run(family="flux", accumulation=2, steps=3), Streaming(memory="700KiB")),
+        (Run(family="web", clipping=0.0, compiled="aot_eager", steps=3), STREAMED),
+        *nightly((ADAPTERS, STREAMED), *FURTHER, *LONG),
     ],
     ids=str,
 )
-@ranks(2)
-def test_streaming_on_two_ranks_equals_zero_2_bit_for_bit(monkeypatch, run):
+@ranks(2, timeout_s=900)
+def test_streaming_on_two_ranks_equals_zero_2_bit_for_bit(monkeypatch, run, streamed):
     def differing(run: Run) -> torch.nn.Module:
         """Build different weights on each rank; those of rank 0 must win."""
         model = make_model(run)
@@ -95,14 +113,15 @@ def test_streaming_on_two_ranks_equals_zero_2_bit_for_bit(monkeypatch, run):
         return model
 
     monkeypatch.setattr(streaming, "make_model", differing)
-    mine = train(run, streamed=STREAMED, seed=3)
+    mine = train(run, streamed=streamed, seed=3)
     theirs = train(run)
     assert (mine["engine"], theirs["engine"]) == ("SharedHostEngine", "DeepSpeedEngine")
     assert not differences(theirs, mine)
     assert mine["counts"].evicted
+    assert bool(mine.get("compiled")) == bool(run.compiled)
 
 
-@pytest.mark.parametrize("run", [CLIPPED, EAGER], ids=str)
+@pytest.mark.parametrize("run", [CLIPPED, *nightly(EAGER)], ids=str)
 @ranks(2)
 def test_weights_on_the_devices_of_two_ranks_equal_zero_2_bit_for_bit(run):
     mine, theirs = train(run, engine="host", seed=3), train(run)
@@ -112,10 +131,7 @@ def test_weights_on_the_devices_of_two_ranks_equal_zero_2_bit_for_bit(run):
 
 
 # Stage 3 streams as stage 2 does, above.
-@pytest.mark.parametrize(
-    "run", [CLIPPED, *(pytest.param(r, marks=pytest.mark.nightly) for r in (EAGER, ADAPTERS))],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("run", [CLIPPED, *nightly(EAGER, ADAPTERS)], ids=str)
 @ranks(2)
 def test_stage_3_streams_weights_on_two_ranks_and_equals_zero_2_bit_for_bit(run):
     mine, theirs = train(run, engine="host", stage=3, seed=3), train(run)
@@ -126,45 +142,7 @@ def test_stage_3_streams_weights_on_two_ranks_and_equals_zero_2_bit_for_bit(run)
     assert any("no rank keeps all weights" in reason for reason in said)
 
 
-@ranks(2)
-def test_a_mixture_on_two_ranks_equals_zero_2_bit_for_bit():
-    run = Run(family="flux", accumulation=2, steps=3)
-    mine, theirs = train(run, streamed=Streaming(memory="700KiB"), seed=3), train(run)
-    assert mine["engine"] == "SharedHostEngine"
-    assert not differences(theirs, mine)
-
-
-LEAN = Streaming(window=2, split_masters=True, gradient_buffers=2)
-LONG = [
-    (Run(family="flux", steps=20), STREAMED),
-    (Run(family="flux", checkpointing="on", clipping=0.0, steps=20), STREAMED),
-    (Run(family="flux", checkpointing="on", clipping=0.0, lora=True, steps=20), STREAMED),
-    (Run(family="qwen", accumulation=3, steps=20), STREAMED),
-    (Run(family="unet", clipping=0.0, groups=True, steps=20), STREAMED),
-    (Run(family="web", clipping=0.0, steps=20), Streaming(window=3, gradient_buffers=1)),
-    (Run(family="web", checkpointing="on", steps=20, compiled="aot_eager"), STREAMED),
-    (Run(family="flux", clipping=0.0, steps=20, compiled="aot_eager"), STREAMED),
-]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("run", "streamed"), LONG, ids=str)
-@ranks(2, timeout_s=900)
-def test_streaming_on_two_ranks_equals_zero_2_bit_for_bit_over_twenty_steps(run, streamed):
-    mine, theirs = train(run, streamed=streamed, seed=3), train(run)
-    assert (mine["engine"], theirs["engine"]) == ("SharedHostEngine", "DeepSpeedEngine")
-    assert not differences(theirs, mine)
-
-
-@ranks(2)
-def test_streamed_compiled_blocks_equal_zero_2_bit_for_bit():
-    run = Run(family="web", clipping=0.0, compiled="aot_eager", steps=3)
-    mine, theirs = train(run, streamed=STREAMED, seed=3), train(run)
-    assert mine["compiled"]
-    assert not differences(theirs, mine)
-
-
-@pytest.mark.parametrize("steps", [3, pytest.param(20, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("steps", [3, *nightly(20)])
 @ranks(2, timeout_s=900)
 def test_split_masters_train_like_whole_ones_on_two_ranks(steps):
     run = Run(family="flux", checkpointing="on", clipping=0.0, steps=steps)
@@ -176,14 +154,6 @@ def test_split_masters_train_like_whole_ones_on_two_ranks(steps):
             for name, (weight, _, first, second, _) in kept["contents"].items()
         }
     assert not differences(theirs, mine)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("optimizer", ["AdamWBF16States", "AdamW8BitStates"])
-def test_lean_states_do_not_depend_on_the_number_of_ranks_over_twenty_steps(optimizer):
-    ((losses, weights),) = run_ranks(lean_weights, optimizer, 20)
-    for other, found in run_ranks(lean_weights, optimizer, 20, world_size=2):
-        assert (other, found) == (losses, weights)
 
 
 @pytest.mark.parametrize("fault", ["a reduction left out", "a write not waited for"])
@@ -420,7 +390,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "streamed": {"streamed": STREAMED},
     "stage 2": {"streamed": None},
     "stage 3": {"streamed": None, "stage": 3},
-    "plain": {"streamed": None, "stage": 0, "deepspeed": False},
 }
 
 
@@ -439,28 +408,20 @@ def go_on(
 
 @pytest.mark.parametrize(
     "run",
-    [CLIPPED, pytest.param(attrs.evolve(ADAPTERS, family="web"), marks=pytest.mark.nightly)],
+    [CLIPPED, *nightly(attrs.evolve(ADAPTERS, family="web"))],
     ids=str,
 )
 @ranks(2)
 def test_checkpoints_equal_those_of_stage_2_and_resume_under_any_engine(tmp_path, run):
-    names = OTHERS if run is CLIPPED else ("streamed", "stage 3")
+    # tests/checkpoint/test_matrix.py has all pairs of all plans.
     for name in ("streamed", "stage 2"):
         go_on(run, name, range(2), save=tmp_path / name)
-    for name in names:
+    for name in ("streamed", "stage 3"):
         mine, theirs = (
             go_on(run, name, range(2, 4), resume=tmp_path / source)
             for source in ("streamed", "stage 2")
         )
         assert not differences(theirs, mine), name
-    if run is CLIPPED:
-        for name in ("stage 3", "plain"):
-            go_on(run, name, range(2), save=tmp_path / name)
-            mine, theirs = (
-                go_on(run, target, range(2, 4), resume=tmp_path / name)
-                for target in ("streamed", "stage 2")
-            )
-            assert not differences(theirs, mine), name
 
 
 @ranks(2)

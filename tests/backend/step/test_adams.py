@@ -7,9 +7,28 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 
+from tests.support.codes import Torch8BitAdam
 from tests.support.ranks import ranks, run_ranks
+from zerotune.backend.optimizers.classes import (
+    BLOCK,
+    AdamW8BitStates,
+    AdamWBF16States,
+    noise_bits,
+    noise_key,
+)
+from zerotune.backend.optimizers.client import STOPPED
 from zerotune.backend.step import kernel
+from zerotune.backend.step.adams import (
+    HostAdam,
+    HostBF16Adam,
+    WholeMasters,
+    stepper_of,
+    torch_rounds_alike,
+)
+from zerotune.backend.step.kernel import EMAPart, Piece, load_host_step
+from zerotune.plan.memory.hosted import NOISE_PERIOD
 
 pytestmark = pytest.mark.deepspeed
 
@@ -17,68 +36,101 @@ STEPS = 5
 SIZES = (1, 15, 16, 1024, 70_003)
 
 
-def deviations() -> list[str]:
-    """List the combinations in which a result is not bit-identical."""
-    wrong = []
-    for decoupled, decay, dtype, size in itertools.product(
-        (True, False), (0.0, 0.01), (torch.bfloat16, torch.float32, torch.float16), SIZES
-    ):
-        for name, mine, theirs in stepped(decoupled, decay, dtype, size):
-            if mine.dtype != theirs.dtype or not torch.equal(mine, theirs):
-                wrong.append(f"{name} of {size} in {dtype}, decay {decay} {decoupled}")
-    return wrong
+KINDS: dict[str, tuple[Any, Any, int]] = {
+    "fp32": (DeepSpeedCPUAdam, DeepSpeedCPUAdam, 16),
+    "bf16": (AdamWBF16States, AdamWBF16States, 1),
+    "8 bits": (AdamW8BitStates, Torch8BitAdam, BLOCK),
+}
+"""Optimizer, its reference, and what the cuts of a pass must be multiples of, by its states."""
 
 
-def stepped(decoupled: bool, decay: float, dtype: torch.dtype, size: int) -> list[Any]:
-    """Return name, the pass's result and the reference's, after several steps of both."""
-    from zerotune.backend.step.adams import HostAdam, WholeMasters
-    from zerotune.backend.step.kernel import EMAPart, Piece, load_host_step
-
-    op = load_host_step()
-    generator = torch.Generator().manual_seed(size)
-    start = torch.randn(size, generator=generator)
-    mine, theirs = (cpu_adam(start.clone(), decoupled, decay) for _ in range(2))
-    host = HostAdam(op=op, adam=mine)
-    slab, other = mine.param_groups[0]["params"][0], theirs.param_groups[0]["params"][0]
-    shadows = [[start.clone() for _ in range(3)] for _ in range(2)]
-    out = torch.empty(size, dtype=torch.bfloat16)
+def differing(
+    states: str, sizes: tuple[int, ...], dtype: torch.dtype, **arguments: Any
+) -> list[str]:
+    """List what differs between a pass, done in parts and in any order, and the optimizer."""
+    random_ = torch.Generator().manual_seed(sizes[0])
+    starts = [torch.randn(size, generator=random_) for size in sizes]
+    kind, reference, multiple = KINDS[states]
+    mine, theirs = (
+        each([torch.nn.Parameter(start.clone()) for start in starts], lr=1e-2, **arguments)
+        for each in (kind, reference)
+    )
+    host, group = stepper_of(mine)(op=load_host_step(), adam=mine), mine.param_groups[0]
+    pairs = list(zip(group["params"], theirs.param_groups[0]["params"], strict=True))
+    shadows = [[[start.clone() for _ in range(3)] for _ in range(2)] for start in starts]
+    out = [torch.empty(size, dtype=torch.bfloat16) for size in sizes]
     for step in range(1, STEPS + 1):
-        gradient = (torch.randn(size, generator=generator) * step).to(dtype)
+        gradients = [(torch.randn(size, generator=random_) * step).to(dtype) for size in sizes]
         factor = float(torch.tensor(0.3 + 0.1 * step))
         # EMAs with weights below 0.5 are updated in pairs; a single one, or one with 0.5 or more,
         # alone.
         weights = (0.001, 0.7 / step, 0.2)
-        begun = host.begin(
-            slab, gradient=gradient, group=mine.param_groups[0], factor=factor, out=out,
-            masters=WholeMasters(slab.data), places=[(0, 0)],
-        )  # fmt: skip
-        cut = size // 2 // 16 * 16
-        for part in (slice(cut, size), slice(0, cut)):
-            averages = [
-                EMAPart(tensor=shadow[part], weight=weight)
-                for shadow, weight in zip(shadows[0], weights, strict=True)
-            ]
-            begun.run([Piece(part.start, part.stop, averages)])
-        other.grad = gradient.float().clone().mul_(factor)
+        begun = [
+            host.begin(
+                slab, gradient=gradient, group=group, factor=factor, out=cast,
+                masters=WholeMasters(slab.data), places=[(0, place)],
+            )
+            for (slab, _), gradient, cast, place in zip(
+                pairs, gradients, out, itertools.accumulate(sizes[:-1], initial=0), strict=True
+            )
+        ]  # fmt: skip
+        for each, (own, _), size in [*zip(begun, shadows, sizes, strict=True)][::-1]:
+            cut = size // 2 // multiple * multiple
+            for part in (slice(cut, size), slice(0, cut)):
+                averages = [
+                    EMAPart(tensor=shadow[part], weight=weight)
+                    for shadow, weight in zip(own, weights, strict=True)
+                ]
+                each.run([Piece(part.start, part.stop, averages)])
+        for (_, other), gradient in zip(pairs, gradients, strict=True):
+            other.grad = gradient.float().mul_(factor)
         theirs.step()
-        for shadow, weight in zip(shadows[1], weights, strict=True):
-            shadow.lerp_(other.data, weight)
-    states = [adam.state[adam.param_groups[0]["params"][0]] for adam in (mine, theirs)]
-    assert states[0]["step"] == states[1]["step"] == STEPS
+        for (_, other), (_, expected) in zip(pairs, shadows, strict=True):
+            for shadow, weight in zip(expected, weights, strict=True):
+                shadow.lerp_(other.data, weight)
+    found = []
+    for (slab, other), (own, expected), cast in zip(pairs, shadows, out, strict=True):
+        ours = [slab.data, cast, *own, *mine.state[slab].values()]
+        wanted = [other.data, other.data.bfloat16(), *expected]
+        wanted += [theirs.state[other][name] for name in mine.state[slab]]
+        same = [torch.equal(*map(torch.as_tensor, pair)) for pair in zip(ours, wanted, strict=True)]
+        found += [] if all(same) else [f"{slab.numel()}: {same}"]
+    return found
+
+
+def test_a_pass_equals_adam_a_cast_and_emas_bit_for_bit():
+    for env in ({}, {"OMP_NUM_THREADS": "1"}):
+        assert run_ranks(deviations, env=env) == [[]]
+
+
+def deviations() -> list[str]:
     return [
-        ("weight", slab.data, other.data),
-        ("exp_avg", states[0]["exp_avg"], states[1]["exp_avg"]),
-        ("exp_avg_sq", states[0]["exp_avg_sq"], states[1]["exp_avg_sq"]),
-        ("average", shadows[0][0], shadows[1][0]),
-        ("fast average", shadows[0][1], shadows[1][1]),
-        ("third average", shadows[0][2], shadows[1][2]),
-        ("cast", out, other.data.bfloat16()),
+        f"{each}, decay {decay} {decoupled} in {dtype}"
+        for decoupled, decay, dtype in itertools.product(
+            (True, False), (0.0, 0.01), (torch.bfloat16, torch.float32, torch.float16)
+        )
+        for each in differing("fp32", SIZES, dtype, adamw_mode=decoupled, weight_decay=decay)
     ]
 
 
-def cpu_adam(weights: torch.Tensor, decoupled: bool, decay: float) -> Any:
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
+@pytest.mark.parametrize(
+    ("states", "sizes", "dtype", "decay"),
+    [
+        ("bf16", (33, 1000, 3 * 7), torch.bfloat16, 0.0),
+        ("bf16", (2**19 + 37, 2**20, 48), torch.bfloat16, 0.01),
+        ("bf16", (2**19 + 37, 2**20, 48), torch.float32, 0.01),
+        ("8 bits", (5 * BLOCK + 77,), torch.bfloat16, 0.1),
+        ("8 bits", (5 * BLOCK + 77,), torch.float32, 0.1),
+    ],
+    ids=str,
+)
+@ranks(1)
+def test_a_pass_with_lean_states_equals_the_optimizer_bit_for_bit(states, sizes, dtype, decay):
+    assert torch_rounds_alike(load_host_step())
+    assert differing(states, sizes, dtype, weight_decay=decay) == []
 
+
+def cpu_adam(weights: torch.Tensor, decoupled: bool, decay: float) -> Any:
     return DeepSpeedCPUAdam(
         [torch.nn.Parameter(weights)], lr=1e-2, weight_decay=decay, adamw_mode=decoupled
     )
@@ -86,9 +138,6 @@ def cpu_adam(weights: torch.Tensor, decoupled: bool, decay: float) -> Any:
 
 def powers(first: int) -> list[float]:
     """Return a weight after each step from ``first`` on, as if the run had resumed there."""
-    from zerotune.backend.step.adams import HostAdam, WholeMasters
-    from zerotune.backend.step.kernel import Piece, load_host_step
-
     adam = cpu_adam(torch.ones(16), True, 0.0)
     host = HostAdam(op=load_host_step(), adam=adam)
     host.replay(first - 1)
@@ -111,16 +160,6 @@ def powers(first: int) -> list[float]:
     return found
 
 
-def test_the_pass_equals_adam_cast_and_ema_bit_for_bit():
-    (wrong,) = run_ranks(deviations)
-    assert wrong == []
-
-
-def test_the_pass_equals_adam_cast_and_ema_bit_for_bit_with_one_thread():
-    (wrong,) = run_ranks(deviations, env={"OMP_NUM_THREADS": "1"})
-    assert wrong == []
-
-
 def test_a_resumed_run_has_the_beta_powers_of_an_uninterrupted_one():
     (whole,) = run_ranks(powers, 1)
     for first in (2, 17):
@@ -130,8 +169,6 @@ def test_a_resumed_run_has_the_beta_powers_of_an_uninterrupted_one():
 
 @ranks(1)
 def test_gradient_norms_match_fp64():
-    from zerotune.backend.step.kernel import load_host_step
-
     op, found = load_host_step(), []
     for dtype, size in itertools.product((torch.float32, torch.bfloat16, torch.float16), SIZES):
         gradient = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype)
@@ -144,8 +181,6 @@ def test_gradient_norms_match_fp64():
 
 @ranks(1)
 def test_a_sum_is_finite_if_and_only_if_all_elements_are():
-    from zerotune.backend.step.kernel import load_host_step
-
     op, found = load_host_step(), []
     for value in (float("inf"), float("-inf"), float("nan"), 3e38):
         for dtype in (torch.float32, torch.bfloat16):
@@ -155,90 +190,8 @@ def test_a_sum_is_finite_if_and_only_if_all_elements_are():
     assert [value == value and value < float("inf") for value in found] == [False] * 6 + [True] * 2
 
 
-def bf16_stepped(sizes: tuple[int, ...], dtype: torch.dtype, decay: float) -> list[str]:
-    """List what differs between AdamWBF16States and the pass, done in parts and in any order."""
-    from zerotune.backend.optimizers.classes import AdamWBF16States
-    from zerotune.backend.step.adams import HostBF16Adam, WholeMasters, torch_rounds_alike
-    from zerotune.backend.step.kernel import EMAPart, Piece, load_host_step
-
-    op = load_host_step()
-    if not torch_rounds_alike(op):
-        return ["this torch"]
-    generator = torch.Generator().manual_seed(sizes[0])
-    starts = [torch.randn(size, generator=generator) for size in sizes]
-    mine, theirs = (
-        AdamWBF16States(
-            [torch.nn.Parameter(start.clone()) for start in starts], lr=1e-2, weight_decay=decay
-        )
-        for _ in range(2)
-    )
-    host, group = HostBF16Adam(op=op, adam=mine), mine.param_groups[0]
-    pairs = list(zip(group["params"], theirs.param_groups[0]["params"], strict=True))
-    shadows = [(start.clone(), start.clone()) for start in starts]
-    out = [torch.empty(size, dtype=torch.bfloat16) for size in sizes]
-    for step in range(1, STEPS + 1):
-        gradients = [(torch.randn(size, generator=generator) * step).to(dtype) for size in sizes]
-        factor = float(torch.tensor(0.3 + 0.1 * step))
-        begun = [
-            host.begin(
-                slab, gradient=gradient, group=group, factor=factor, out=cast,
-                masters=WholeMasters(slab.data), places=[(0, place)],
-            )
-            for (slab, _), gradient, cast, place in zip(
-                pairs, gradients, out, itertools.accumulate(sizes[:-1], initial=0), strict=True
-            )
-        ]  # fmt: skip
-        for each, (shadow, _), size in zip(
-            reversed(begun), reversed(shadows), reversed(sizes), strict=True
-        ):
-            for start in range(size // 3 * 2, -1, -max(size // 3, 1)):
-                stop = size if start == size // 3 * 2 else start + max(size // 3, 1)
-                average = EMAPart(tensor=shadow[start:stop], weight=0.1)
-                each.run([Piece(start, stop, [average])])
-        for (_, other), gradient in zip(pairs, gradients, strict=True):
-            other.grad = gradient.float().mul_(factor)
-        theirs.step()
-        for (_, shadow), (_, other) in zip(shadows, pairs, strict=True):
-            shadow.lerp_(other.data, 0.1)
-    wrong = []
-    for (slab, other), (shadow, expected), cast in zip(pairs, shadows, out, strict=True):
-        found = {
-            "weight": (slab.data, other.data),
-            "average": (shadow, expected),
-            "cast": (cast, other.data.bfloat16()),
-        }
-        for name in ("exp_avg", "exp_avg_sq"):
-            found[name] = mine.state[slab][name], theirs.state[other][name]
-        wrong += [
-            f"{name} of {slab.numel()}" for name, pair in found.items() if not torch.equal(*pair)
-        ]
-    return wrong
-
-
-@pytest.mark.parametrize(
-    ("sizes", "dtype", "decay"),
-    [
-        ((33, 1000, 3 * 7), torch.bfloat16, 0.0),
-        ((2**19 + 37, 2**20, 48), torch.bfloat16, 0.01),
-        ((2**19 + 37, 2**20, 48), torch.float32, 0.01),
-    ],
-    ids=str,
-)
-def test_the_pass_with_bf16_states_equals_the_optimizer_bit_for_bit(sizes, dtype, decay):
-    assert run_ranks(bf16_stepped, sizes, dtype, decay) == [[]]
-
-
 @ranks(1)
 def test_rounding_noise_depends_on_the_place_in_the_group_not_on_how_a_slab_is_cut():
-    from zerotune.backend.optimizers.classes import (
-        AdamWBF16States,
-        noise_bits,
-        noise_key,
-    )
-    from zerotune.backend.step.adams import HostBF16Adam, WholeMasters
-    from zerotune.backend.step.kernel import Piece, load_host_step
-    from zerotune.plan.memory.hosted import NOISE_PERIOD
-
     # The slab has two fragments, the second of which crosses the end of the period.
     places = [(0, 5), (48, NOISE_PERIOD - 9)]
     weight = torch.nn.Parameter(torch.zeros(128))
@@ -263,10 +216,6 @@ def test_rounding_noise_depends_on_the_place_in_the_group_not_on_how_a_slab_is_c
 @pytest.mark.parametrize("cut", [64, 96])
 @ranks(1)
 def test_a_stopped_group_is_cast_and_updates_emas_but_is_not_stepped(cut):
-    from zerotune.backend.optimizers.client import STOPPED
-    from zerotune.backend.step.adams import HostAdam, WholeMasters
-    from zerotune.backend.step.kernel import EMAPart, Piece, load_host_step
-
     adam = cpu_adam(torch.randn(100), True, 0.01)
     host, (group,) = HostAdam(op=load_host_step(), adam=adam), adam.param_groups
     (slab,) = group["params"]
