@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from tests.support.ranks import ranks, run_ranks
 from tests.support.runs import Case, build, start
+from tests.support.sampling import sampled
 from zerotune.backend.roll_call import LOOK_S
 from zerotune.errors import CollectiveError, EngineError
 from zerotune.plan.plan import DeepSpeedPlan
@@ -133,9 +135,12 @@ def one_step(engine: Any) -> None:
     engine.step()
 
 
-@pytest.mark.parametrize("called", ["cab", "ac", "ab", "abcc"])
 @pytest.mark.parametrize(
-    ("stage", "late"), [(1, False), (1, True), (2, False), (2, True), (3, False), (3, True)]
+    ("stage", "called", "late"),
+    sampled(
+        itertools.product((1, 2, 3), ("cab", "ac", "ab", "abcc"), (False, True)),
+        [(1, "cab", True), (1, "ac", False), (2, "cab", True), (2, "ab", False), (3, "abcc", True)],
+    ),
 )
 @ranks(2)
 def test_ranks_that_call_other_modules_train_alike_or_are_refused(

@@ -28,7 +28,8 @@ pytestmark = [pytest.mark.deepspeed, ranks(1)]
 
 IN_MEMORY = ("plain", "host", "streamed")
 """Kinds of engines that can drop partial gradients."""
-SOME = (*IN_MEMORY, "z0", "z1", "z2 cpu", "z3")
+SOME = ("host", "streamed", "z1", "z3")
+"""``test_step_sequences`` makes such calls in random order under every kind."""
 
 
 def start(kind: str) -> Any:
@@ -134,7 +135,7 @@ def failing(engine: Any) -> None:
         engine.backward(loss)
 
 
-@pytest.mark.parametrize("kind", [*IN_MEMORY, "z0", "z1"])
+@pytest.mark.parametrize("kind", ["host", "z0"])
 def test_nothing_of_a_failed_backward_pass_joins_the_next_step(kind):
     with start(kind) as engine, start(kind) as reference:
         train(engine, 0)
@@ -158,26 +159,6 @@ def test_deepspeed_does_not_go_on_after_a_failed_backward_pass_at_stages_2_and_3
                 call()
 
 
-def test_graphs_of_a_whole_window_and_two_engines_are_accepted():
-    with start("plain") as one, start("host") as other:
-        for engine in (one, other):
-            early = loss_of(engine, 0) + loss_of(engine, 1)
-            engine.backward(early)
-            later = loss_of(engine, 2)
-            engine.discard()
-            engine.backward(later)
-            assert engine.step().applied
-        trained = [p for p in one.module.parameters() if p.requires_grad]
-        for parameter in trained:
-            parameter.requires_grad_(False)
-        x = torch.randn(2, 16, 4, 4)
-        other.backward(one(other(x.to(other.dtype)).float()).square().mean())
-        assert other.step().applied
-        for parameter in trained:
-            parameter.requires_grad_(True)
-        assert train(one, 4)
-
-
 def test_streamed_weights_come_back_for_a_second_pass_and_refuse_a_graph_of_it():
     with start("streamed") as engine, start("streamed") as reference:
         x = torch.randn(2, 16, 4, 4).to(engine.dtype).requires_grad_()
@@ -196,7 +177,7 @@ def test_streamed_weights_come_back_for_a_second_pass_and_refuse_a_graph_of_it()
             torch.autograd.grad(loss(engine), x, create_graph=True)
 
 
-@pytest.mark.parametrize("kind", ["plain", "host", "streamed", "z2 cpu"])
+@pytest.mark.parametrize("kind", ["streamed", "z2 cpu"])
 def test_an_interrupt_inside_a_call_is_delivered_after_it(kind):
     # A shell without job control ignores SIGINT in background jobs, and so in this process.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -283,7 +264,7 @@ def test_data_that_end_earlier_on_a_rank_are_named_within_seconds_in_a_loop_of_o
         assert "rank 0 has begun pass 3, but the data of rank 1 ended after 2" in str(raised.value)
 
 
-@pytest.mark.parametrize("kind", ["host", "streamed", "z1", "z2 cpu", "z3"])
+@pytest.mark.parametrize("kind", ["streamed", "z2 cpu"])
 def test_gradients_that_are_kept_elsewhere_are_not_clipped_or_cleared_in_vain(kind):
     with start(kind) as engine, start(kind) as reference:
         weights = list(engine.module.parameters())
@@ -348,7 +329,7 @@ def test_gradients_that_are_in_place_can_be_scaled_and_cleared(kind):
             assert engine.step().grad_norm == pytest.approx(expected, rel=0.01, abs=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["plain", "host", "z2"])
+@pytest.mark.parametrize("kind", ["host", "z2"])
 def test_training_with_averaged_weights_is_refused(kind):
     with start(kind) as engine, start(kind) as reference:
         ema = EMAShadow(decay=0.5).attach(engine)
@@ -368,7 +349,7 @@ def test_training_with_averaged_weights_is_refused(kind):
         assert train(engine, 3) == train(reference, 3)
 
 
-@pytest.mark.parametrize("kind", ["plain", "host", "z2"])
+@pytest.mark.parametrize("kind", ["host", "z2"])
 def test_only_a_whole_checkpoint_makes_half_replaced_weights_legal(kind, tmp_path):
     with start(kind) as engine, start(kind) as reference:
         for each in (engine, reference):
@@ -392,7 +373,7 @@ def test_only_a_whole_checkpoint_makes_half_replaced_weights_legal(kind, tmp_pat
         assert same(engine, reference)
 
 
-@pytest.mark.parametrize("kind", ["plain", "host", "z2"])
+@pytest.mark.parametrize("kind", ["plain", "z2"])
 def test_a_step_that_was_interrupted_is_not_taken_again(kind):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with start(kind) as engine, start(kind) as reference:
@@ -414,7 +395,7 @@ def fill(parameter: torch.Tensor) -> None:
         parameter.fill_(0.5)
 
 
-@pytest.mark.parametrize("kind", ["plain", "z0", "z1", "z2 cpu", "z3", "host"])
+@pytest.mark.parametrize("kind", ["plain", "z2 cpu", "host"])
 def test_a_step_that_failed_after_weights_had_moved_cannot_be_discarded(kind):
     def fail(*_: Any) -> None:
         raise Oops
@@ -467,6 +448,32 @@ def test_elements_of_an_ema_that_masters_would_round_come_back_from_a_swap(kind)
         assert all(map(torch.equal, masters(engine), weights))
 
 
+@pytest.mark.parametrize("kind", ["plain", "z2", "z3"])
+def test_a_parameter_that_is_not_trained_is_named(kind):
+    with start(kind) as engine:
+        train(engine, 0)
+        if kind == "z2":
+            engine.module.adapter = torch.nn.Linear(2, 2)
+        else:
+            engine.module.later.requires_grad_(True)
+
+        def go_on() -> None:
+            for number in range(1, 20):
+                train(engine, number)
+
+        with pytest.raises(EngineError, match=r"(?s)(later|adapter)\.weight.*would not be trained"):
+            go_on()
+
+
+@pytest.mark.parametrize("kind", ["z2", "z3"])
+def test_an_edit_that_stops_early_leaves_model_and_masters_equal(kind):
+    with start(kind) as engine:
+        with engine.master_weights.editing() as fragments:
+            next(fragments).value.mul_(1.5)
+        for sample in range(60):
+            engine.master_weights.check_model(sample)
+
+
 def start_half() -> Any:
     plan = DeepSpeedPlan.build(
         stage=2, offload="cpu", micro_batch_size=2, precision="bf16", gradient_clipping=0.5,
@@ -509,24 +516,6 @@ def test_a_forked_worker_cannot_use_streamed_weights():
             )
         train(reference, 0)
         assert train(engine, 1) == train(reference, 1)
-
-
-@pytest.mark.parametrize("kind", ["host", "streamed", "z1", "z2 cpu"])
-def test_a_single_weight_written_in_place_is_found_before_the_next_step(kind):
-    with start(kind) as engine:
-        train(engine, 0)
-        # Each step compares another sample of the weights.
-        for name in ("scale", "norm.weight", "norm.bias"):
-            weight = engine.module.get_parameter(name)
-            before = weight.detach().clone()
-            with torch.no_grad():
-                weight.clamp_(0.1, 0.2)
-            engine.backward(loss_of(engine, 1))
-            with pytest.raises(EngineError, match=f"{name} = .*other code replaced or changed"):
-                engine.step()
-            with torch.no_grad():
-                weight.copy_(before)
-            engine.step()
 
 
 @pytest.mark.parametrize("kind", ["host", "bf16", "streamed"])

@@ -16,6 +16,7 @@ import torch
 
 from tests.backend.host.streaming import Run, advance, loss_of, make_model, start, train
 from tests.support.ranks import ranks
+from zerotune.backend.host import passes
 from zerotune.ema import EMAShadow
 from zerotune.errors import EngineError
 from zerotune.plan.context import Streaming
@@ -26,8 +27,12 @@ pytestmark = [pytest.mark.deepspeed, ranks(1)]
 RUN = Run(family="web", steps=3, clipping=0.5)
 
 
-def begin(run: Run = RUN, steps: int = 2) -> Any:
-    engine = start(run, make_model(run), streamed=Streaming(window=2))
+STREAMED: dict[str, Any] = {"streamed": Streaming(window=2)}
+PLACES = pytest.mark.parametrize("place", [STREAMED, {"engine": "host"}], ids=str)
+
+
+def begin(run: Run = RUN, place: dict[str, Any] = STREAMED, steps: int = 2) -> Any:
+    engine = start(run, make_model(run), **place)
     advance(run, engine, range(steps))
     return engine
 
@@ -58,8 +63,9 @@ READERS: dict[str, Callable[[torch.nn.Module, str], torch.Tensor]] = {
 }
 
 
-def test_every_reader_gets_the_newest_weight_of_every_unit():
-    with begin() as engine:
+@PLACES
+def test_every_reader_gets_the_newest_weight_of_every_unit(place):
+    with begin(place=place) as engine:
         for step, (reader, read) in enumerate(READERS.items(), start=2):
             for name, weight in expected(engine).items():
                 got = read(engine.module, name)
@@ -68,16 +74,15 @@ def test_every_reader_gets_the_newest_weight_of_every_unit():
             advance(RUN, engine, range(step, step + 1))
 
 
-def test_readers_right_after_a_step_wait_for_its_pass(monkeypatch):
-    from zerotune.backend.host import passes
-
+@PLACES
+def test_readers_right_after_a_step_wait_for_its_pass(monkeypatch, place):
     original = passes.UnitPass.take
 
     def slow(self: Any) -> None:
         time.sleep(0.05)
         original(self)
 
-    with begin() as engine:
+    with begin(place=place) as engine:
         before = expected(engine)
         monkeypatch.setattr(passes.UnitPass, "take", slow)
         advance(RUN, engine, range(2, 3))

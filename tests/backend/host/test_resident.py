@@ -16,6 +16,7 @@ from tests.backend.host.streaming import (
     make_model,
     start,
     train,
+    web_batch,
 )
 from tests.support.ranks import ranks
 from zerotune.backend.host import passes
@@ -107,12 +108,35 @@ def test_a_step_returns_after_all_uploads_while_a_view_could_show_old_weights():
         assert reason in engine.explain()
 
 
-def test_a_step_returns_after_all_uploads_if_the_whole_model_is_compiled():
+@pytest.mark.parametrize("how", ["in place", "module", "function"])
+def test_a_step_returns_after_all_uploads_if_the_whole_model_is_compiled(how):
     with begin() as engine:
-        engine.module.compile(backend="eager")
-        advance(CLIPPED, engine, range(2))
+        module = engine.module
+        if how == "in place":
+            module.compile(backend="eager")
+            called = engine
+        else:
+            around = module if how == "module" else lambda **given: 1 * module(**given)
+            called = torch.compile(around, backend="eager")
+        for step in range(3):
+            given = web_batch(torch.Generator().manual_seed(step), engine.dtype)
+            engine.backward(called(**given).float().square().mean())
+            engine.step()
         (reason,) = uploads(engine)
-        assert "__call__ is compiled" in reason
+        assert "compiled" in reason
+
+
+def test_access_that_bypasses_torch_functions_fails_instead_of_reading_old_values(monkeypatch):
+    go_on, take = threading.Event(), passes.UnitPass.take
+    with begin() as engine:
+        engine.backward(loss_of(CLIPPED, engine, 0))
+        monkeypatch.setattr(passes.UnitPass, "take", lambda each: (go_on.wait(30), take(each))[1])
+        engine.step()
+        given, weight = torch.ones(8).bfloat16(), engine.module.inp.weight
+        past = torch._C.DisableTorchFunctionSubclass()
+        with pytest.raises(RuntimeError, match=r"shape|size"), past:
+            torch.nn.functional.linear(given, weight)
+        go_on.set()
 
 
 def test_explain_names_the_engine_that_runs():

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tests.backend.host.streaming import Run, advance, contents, make_model, start
 from tests.support.codes import encode
 from tests.support.ranks import ranks
+from tests.support.sampling import nightly
 from zerotune.backend.optimizers.classes import decode
 from zerotune.backend.step.kernel import HostStepOp
 from zerotune.checkpoint import load_checkpoint, save_checkpoint
@@ -74,15 +75,26 @@ def saved(folder: Path, run: Run, engine_name: str) -> Path:
     return folder / engine_name
 
 
-@pytest.mark.parametrize("run", [FULL, EAGER, ADAPTERS], ids=str)
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, run):
-    whole = train(run, "stage 2", range(6))
-    resumed = train(run, "streamed", range(3, 6), resume=saved(tmp_path, run, "streamed"))
-    assert whole["losses"][-len(resumed["losses"]) :] == resumed["losses"]
-    assert all(
-        all(map(torch.equal, whole["contents"][name], resumed["contents"][name]))
-        for name in whole["contents"]
-    )
+@pytest.mark.parametrize(
+    ("run", "whole", "engine"),
+    [
+        (FULL, "stage 2", "streamed"),
+        (EAGER, "stage 2", "streamed"),
+        (attrs.evolve(EAGER, optimizer="AdamW8BitStates"), "split", "split"),
+        *nightly(
+            (ADAPTERS, "stage 2", "streamed"),
+            (EAGER, "split", "split"),
+            (attrs.evolve(EAGER, optimizer="AdamWBF16States"), "split", "split"),
+        ),
+    ],
+    ids=str,
+)
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, run, whole, engine):
+    expected = train(run, whole, range(6))
+    resumed = train(run, engine, range(3, 6), resume=saved(tmp_path, run, engine))
+    assert expected["losses"][-len(resumed["losses"]) :] == resumed["losses"]
+    for name, values in expected["contents"].items():
+        assert all(map(torch.equal, values, resumed["contents"][name])), name
 
 
 def test_a_run_resumed_at_its_second_step_equals_an_uninterrupted_one(tmp_path):
@@ -95,24 +107,6 @@ def test_a_run_resumed_at_its_second_step_equals_an_uninterrupted_one(tmp_path):
         all(map(torch.equal, whole["contents"][name], resumed["contents"][name]))
         for name in whole["contents"]
     )
-
-
-def test_a_resumed_run_with_split_masters_equals_an_uninterrupted_one(tmp_path):
-    whole = train(EAGER, "split", range(6))
-    resumed = train(EAGER, "split", range(3, 6), resume=saved(tmp_path, EAGER, "split"))
-    assert whole["losses"][3:] == resumed["losses"]
-    for name, values in whole["contents"].items():
-        assert all(map(torch.equal, values, resumed["contents"][name])), name
-
-
-@pytest.mark.parametrize("optimizer", ["AdamWBF16States", "AdamW8BitStates"])
-def test_a_resumed_run_with_lean_moments_equals_an_uninterrupted_one(tmp_path, optimizer):
-    run = attrs.evolve(EAGER, optimizer=optimizer)
-    whole = train(run, "split", range(6))
-    resumed = train(run, "split", range(3, 6), resume=saved(tmp_path, run, "split"))
-    assert whole["losses"][3:] == resumed["losses"]
-    for name, values in whole["contents"].items():
-        assert all(map(torch.equal, values, resumed["contents"][name])), name
 
 
 @pytest.mark.parametrize("optimizer", ["AdamWBF16States", "AdamW8BitStates"])
@@ -193,20 +187,27 @@ def test_8_bit_moments_convert_to_fp32_exactly_and_back_with_rounding(tmp_path):
             assert torch.equal(kept[3], step)
 
 
+# tests/checkpoint/test_matrix.py has all pairs of all plans.
 @pytest.mark.parametrize(
-    ("run", "targets"),
-    [(FULL, [name for name in ENGINES if name != "split"]), (ADAPTERS, ["streamed", "stage 3"])],
+    ("run", "source", "target"),
+    [
+        (FULL, "streamed", "stage 3"),
+        (FULL, "split", "streamed"),
+        *nightly(
+            *((FULL, "streamed", target) for target in ("streamed", "streamed at stage 3")),
+            *((FULL, source, "streamed") for source in ("stage 3", "plain")),
+            *((ADAPTERS, "streamed", target) for target in ("streamed", "stage 3")),
+        ),
+    ],
     ids=str,
 )
-def test_streamed_checkpoints_resume_as_those_of_stage_2_do(tmp_path, run, targets):
-    streamed, stage_2 = (saved(tmp_path, run, name) for name in ("streamed", "stage 2"))
-    for target in targets:
-        mine = train(run, target, range(3, 5), resume=streamed)
-        same(mine, train(run, target, range(3, 5), resume=stage_2))
-
-
-@pytest.mark.parametrize("source", ["stage 3", "plain", "streamed at stage 3", "split"])
-def test_checkpoints_of_other_engines_resume_streamed_as_at_stage_2(tmp_path, source):
-    path = saved(tmp_path, FULL, source)
-    mine = train(FULL, "streamed", range(3, 5), resume=path)
-    same(mine, train(FULL, "stage 2", range(3, 5), resume=path))
+def test_streamed_checkpoints_are_read_and_written_as_those_of_stage_2(
+    tmp_path, run, source, target
+):
+    path = saved(tmp_path, run, source)
+    mine = train(run, target, range(3, 5), resume=path)
+    if source == "streamed":
+        theirs = train(run, target, range(3, 5), resume=saved(tmp_path, run, "stage 2"))
+    else:
+        theirs = train(run, "stage 2", range(3, 5), resume=path)
+    same(mine, theirs)
