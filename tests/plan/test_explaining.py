@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import html
 import json
 import re
 
@@ -159,12 +160,10 @@ class TestInAnInterpreterAndANotebook:
         assert "5 of " in str(advice)
         assert max(len(line) for line in str(estimate).splitlines()) <= 100
 
-    def test_a_notebook_shows_tables(self, values):
+    def test_a_notebook_shows_the_report_with_its_columns(self, values):
         plan, resolved, estimate, advice, _ = values
         for value in (plan, resolved, estimate, advice):
-            shown = value._repr_html_()
-            assert shown.count("<table>") == shown.count("</table>") >= 1
-            assert len(shown) < 20_000
+            assert value._repr_html_() == f"<pre>{html.escape(str(value))}</pre>"
 
     def test_text_from_a_file_is_escaped_in_html(self):
         plan = DeepSpeedPlan.from_dict(

@@ -42,10 +42,10 @@ def test_cells_can_be_interrupted_resumed_and_run_again():
     (cells,) = run_ranks(notebook.run_cells)
     (whole,) = run_ranks(notebook.whole_run)
     made, two, stopped, hit_twice, rest, twice, closed, again, end = cells
-    assert "<table" in made["html"] or "<div" in made["html"]
+    assert made["html"].startswith("<pre>")
     assert two["losses"] == whole[:2]
     assert "step 1/2" in two["said"]
-    assert "<table" in two["html"]
+    assert two["html"].startswith("<pre>")
     assert stopped["stopped"] == "signal SIGINT"
     assert stopped["losses"] == whole[:3], "the step under way is finished"
     assert hit_twice["error"].startswith("KeyboardInterrupt")

@@ -1,4 +1,4 @@
-"""Reports as pages of lines and tables, in text (laid out by rich), Markdown and HTML.
+"""Reports as pages of lines and tables, which rich lays out as text; notebooks show the same text.
 
 Text in a pipe is not wrapped unless the caller asks for a width, because a program may search it.
 At a terminal, text is wrapped to the terminal's width, and findings are coloured unless
@@ -30,7 +30,6 @@ _RICH_STYLES: Final[Mapping[str, str]] = {
     "passed": "bold green",
     "failed": "bold red",
 }
-_BOLD: Final = frozenset({"title", "error", "passed", "failed"})
 _PRINTED: Final = 100
 """Width in characters if the width of the output is not known."""
 _UNBROKEN: Final = 10**6
@@ -41,9 +40,6 @@ class Block(Protocol):
 
     def layout(self) -> RenderableType:
         """Return an object that rich lays out as text."""
-
-    def html(self) -> str:
-        """Return the block as HTML for a notebook."""
 
 
 @attrs.frozen
@@ -80,17 +76,6 @@ class Line:
     def _lead(self) -> str:
         return " " * self.indent + (f"{self.mark} " if self.mark else "")
 
-    def html(self) -> str:
-        """Return a paragraph."""
-        from html import escape
-
-        words = escape(self.text.strip())
-        if not words:
-            return ""
-        words = f"<b>{words}</b>" if self.style in _BOLD and not self.mark else words
-        mark = f"<b>{escape(self.mark)}</b> " if self.mark else ""
-        return f'<p style="margin:0 0 0 {self.indent / 2}em">{mark}{words}</p>'
-
 
 Row = Sequence[str]
 
@@ -125,7 +110,7 @@ class Table:
             pad_edge=False,
             padding=(0, self.gap, 0, 0),
         )
-        for number in range(self._columns):
+        for number in range(len(self.rows[0] if self.rows else self.head)):
             grid.add_column(
                 Text(self.head[number] if self.head else ""),
                 justify="right" if self.align[number : number + 1] == "r" else "left",
@@ -135,29 +120,6 @@ class Table:
         for row in self.rows:
             grid.add_row(*map(Text, row), style=_RICH_STYLES.get(self.style(row), ""))
         return Padding(grid, (0, 0, 0, self.indent), expand=False)
-
-    def html(self) -> str:
-        """Return the rows as an HTML table."""
-        if not self.rows:
-            return ""
-        from html import escape
-
-        sides = ["right" if side == "r" else "left" for side in self.align.ljust(self._columns)]
-        rows = [("th", self.head)] if self.head else []
-        lines = "".join(
-            "<tr>"
-            + "".join(
-                f'<{kind} style="text-align:{side}">{escape(cell)}</{kind}>'
-                for side, cell in zip(sides, cells, strict=True)
-            )
-            + "</tr>"
-            for kind, cells in (*rows, *(("td", row) for row in self.rows))
-        )
-        return f"<table>{lines}</table>".replace("\n", "<br>")
-
-    @property
-    def _columns(self) -> int:
-        return len(self.rows[0] if self.rows else self.head)
 
 
 @attrs.frozen(kw_only=True)
@@ -186,11 +148,6 @@ class Page:
         )
         self._show(console)
         return "\n".join(line.rstrip() for line in written.getvalue().split("\n")).rstrip("\n")
-
-    def html(self) -> str:
-        """Return the report as HTML for a notebook; its texts are escaped."""
-        title = Line(self.title, style="title").html()
-        return f"<div>{title}{''.join(block.html() for block in self.blocks)}</div>"
 
     def print(self, stream: TextIO | None = None, *, width: int | None = None) -> None:
         """Write the report, wrapped and in colour if ``stream`` is a terminal.
@@ -245,7 +202,9 @@ class Readable:
         return self.page().text(_PRINTED)
 
     def _repr_html_(self) -> str:
-        return self.page().html()
+        from html import escape
+
+        return f"<pre>{escape(str(self))}</pre>"
 
 
 def plain_value(value: Any) -> Any:
