@@ -67,8 +67,11 @@ def detect_platform(
     probe = probe or MachineProbe()
     torch, environ = probe.torch(), probe.environ()
     facts = torch or TorchFacts()
-    hardware = choose_hardware(facts, environ)
-    support, support_decisions = _support(probe, torch, hardware.accelerator, allow_rocm=allow_rocm)
+    accelerator, devices, decisions = _chosen(facts, environ)
+    # Compute capability 6 has slow fp16, which DeepSpeed refuses.
+    fp16 = facts.cpu_fp16 if accelerator == "cpu" else _at_least(devices, (7, 0))
+    bf16 = facts.mps_bf16 if accelerator == "mps" else _at_least(devices, (8, 0))
+    support, support_decisions = _support(probe, torch, accelerator, allow_rocm=allow_rocm)
     cores, quota = probe.cores(), cpu_quota(probe.read_text)
     versions = {name: probe.version(name) for name in _DISTRIBUTIONS}
     computes_bf16 = not _BF16_FLAGS.isdisjoint(_cpu_facts(probe, "flags", "Features").split())
@@ -76,8 +79,8 @@ def detect_platform(
         system=probe.system(),
         machine=probe.machine(),
         processor=probe.processor(),
-        accelerator=hardware.accelerator,
-        devices=hardware.devices,
+        accelerator=accelerator,
+        devices=devices,
         host_memory=host_memory(probe),
         memlock_limit=None if _locks_everything(probe) else probe.memlock(),
         physical_cores=cores.physical,
@@ -89,11 +92,11 @@ def detect_platform(
             **{name: version for name, version in versions.items() if version is not None},
         },
         torch_build=None if torch is None or torch.import_error else torch.build,
-        bf16=hardware.bf16,
-        native_bf16=hardware.bf16 and (hardware.accelerator != "cpu" or computes_bf16),
-        fp16=hardware.fp16,
+        bf16=bf16,
+        native_bf16=bf16 and (accelerator != "cpu" or computes_bf16),
+        fp16=fp16,
         deepspeed=support,
-        decisions=(*hardware.decisions, *support_decisions),
+        decisions=(*decisions, *support_decisions),
     )
     if log:
         announce(detected.decisions)
@@ -121,42 +124,25 @@ def host_memory(probe: MachineProbe, *, with_swap: bool = False) -> HostMemory:
 # -- What training runs on.
 
 
-@attrs.frozen(kw_only=True)
-class Hardware:
-    """The chosen accelerator and its capabilities."""
-
-    accelerator: Accelerator
-    devices: tuple[Device, ...] = ()
-    bf16: bool
-    fp16: bool
-    decisions: tuple[Decision, ...] = ()
-
-
-def choose_hardware(torch: TorchFacts, environ: Mapping[str, str]) -> Hardware:
-    """Choose torch's accelerator, or the CPU if ``DS_ACCELERATOR`` names it.
+def _chosen(
+    torch: TorchFacts, environ: Mapping[str, str]
+) -> tuple[Accelerator, tuple[Device, ...], list[Decision]]:
+    """Return torch's accelerator, or the CPU if ``DS_ACCELERATOR`` names it, and its devices.
 
     DeepSpeed and the plain engine both read ``DS_ACCELERATOR``, so disabling DeepSpeed does not
     move a run to a different device.
-
-    Args:
-        torch: Facts from torch.
-        environ: Environment variables.
     """
-    chosen, devices, decisions = torch.accelerator, torch.devices, torch.missing_devices(environ)
-    if not devices or environ.get("DS_ACCELERATOR") == "cpu":
-        chosen, devices = "cpu", ()
-    if torch.devices and not devices:
-        unused = ", ".join(device.name for device in torch.devices)
-        reason = f"the environment variable DS_ACCELERATOR=cpu is set, so {unused} is not used"
-        key = "platform.accelerator"
-        decisions = [*decisions, Decision(key, torch.accelerator, chosen, reason, "warning")]
-    return Hardware(
-        accelerator=chosen,
-        devices=devices,
-        bf16=torch.mps_bf16 if chosen == "mps" else _at_least(devices, (8, 0)),
-        # Compute capability 6 has slow fp16, which DeepSpeed refuses.
-        fp16=torch.cpu_fp16 if chosen == "cpu" else _at_least(devices, (7, 0)),
-        decisions=tuple(decisions),
+    decisions = torch.missing_devices(environ)
+    if not torch.devices:
+        return "cpu", (), decisions
+    if environ.get("DS_ACCELERATOR") != "cpu":
+        return torch.accelerator, torch.devices, decisions
+    unused = ", ".join(device.name for device in torch.devices)
+    reason = f"the environment variable DS_ACCELERATOR=cpu is set, so {unused} is not used"
+    return (
+        "cpu",
+        (),
+        [Decision("platform.accelerator", torch.accelerator, "cpu", reason, "warning")],
     )
 
 
