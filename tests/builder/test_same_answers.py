@@ -31,6 +31,7 @@ EXPLAINED = [
     {"family": "sdxl", "vram": "24", "ram": "64", "ema": "device", "resolution": "768"},
     {"family": "qwen-image", "vram": "24", "ram": "64", "lora": "8", "base_dtype": "int8"},
     {"family": "flux", "vram": "80", "ram": "256", "world_size": "2"},
+    {"family": "sdxl-controlnet", "vram": "12", "ram": "64"},
     {"family": "wan-1.3b", "vram": "24", "ram": "64", "frames": "17", "resolution": "512"},
 ]
 """Fifty questions, with those above."""

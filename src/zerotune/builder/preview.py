@@ -16,10 +16,11 @@ from zerotune.builder.setup import Machines, Setup, read_setup, setup_error
 from zerotune.decisions import Decision, worst_first
 from zerotune.errors import UNSET, ZeroTuneError
 from zerotune.optim import OptimizerResolver
-from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts, Workload, plan_document
+from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts, plan_document
 from zerotune.plan.context import Context
 from zerotune.plan.families import as_facts, model_family
-from zerotune.plan.memory.estimate import sample_size
+from zerotune.plan.memory.estimate import workload_of
+from zerotune.plan.memory.items import DURING
 from zerotune.plan.memory.rates import known_rates
 from zerotune.plan.memory.time import StepTime, step_time
 from zerotune.plan.optimizer.capability import Situation, installed_packages, missing_package
@@ -28,7 +29,7 @@ from zerotune.plan.plan import MemoryEstimate, ResolvedPlan, raised
 from zerotune.plan.section import leaves, value_at
 from zerotune.plan.sections import OFFLOAD_DEVICES
 from zerotune.plan.text.advice import rank_budget, seconds_words
-from zerotune.plan.text.memory import DURING, Fit, estimate_data, fits, subject
+from zerotune.plan.text.memory import Fit, estimate_data, fits, subject
 from zerotune.plan.text.plan import describe, shown_and_defaults
 from zerotune.plan.values import AUTO
 from zerotune.plan.write import launchable
@@ -101,30 +102,6 @@ class Verdict:
         """Whether the plan runs if there is enough memory."""
         return self.kind != "stopped"
 
-    @classmethod
-    def of(
-        cls, messages: Iterable[Decision], resolved: ResolvedPlan | None, fit: Iterable[Fit]
-    ) -> Verdict:
-        """Judge a plan.
-
-        Args:
-            messages: All messages about the plan and the setup.
-            resolved: The resolved plan; ``None`` if the plan cannot run.
-            fit: Required and available bytes of GPU memory, RAM and NVMe; empty if there is no
-                estimate.
-        """
-        stopped = resolved is None or any(one.severity == "error" for one in messages)
-        if stopped:
-            return cls(kind="stopped", brief="cannot run", text="cannot run")
-        places = list(fit)
-        full = [_PLACE_LABELS[one.place] for one in places if not one.fits]
-        if full:
-            text = f"runs, but does not fit: {', '.join(full)}"
-            return cls(kind="short", brief="does not fit", text=text)
-        if places:
-            return cls(kind="fits", brief="runs and fits", text="runs and fits")
-        return cls(kind="unknown", brief="runs", text="runs, memory not estimated")
-
 
 @attrs.frozen(kw_only=True)
 class Preview:
@@ -150,7 +127,15 @@ class Preview:
     @property
     def verdict(self) -> Verdict:
         """Whether the plan runs and fits in memory."""
-        return Verdict.of(self.messages, self.resolved, self.fit)
+        if self.resolved is None or any(one.severity == "error" for one in self.messages):
+            return Verdict(kind="stopped", brief="cannot run", text="cannot run")
+        full = [_PLACE_LABELS[one.place] for one in self.fit if not one.fits]
+        if full:
+            text = f"runs, but does not fit: {', '.join(full)}"
+            return Verdict(kind="short", brief="does not fit", text=text)
+        if self.fit:
+            return Verdict(kind="fits", brief="runs and fits", text="runs and fits")
+        return Verdict(kind="unknown", brief="runs", text="runs, memory not estimated")
 
     def _outputs(self) -> dict[str, Any]:
         # Even an invalid configuration can be read and corrected as text.
@@ -240,22 +225,21 @@ class Preview:
 def understand(state: FormState, machines: Machines) -> Preview:
     """Read, check and resolve a form; errors are returned, not raised."""
     setup, wrong = read_setup(state.setup)
-    reading = read_plan(state)
-    form = _Form(state=state, setup=setup, platform=machines.of(setup), reading=reading)
+    reading, platform = read_plan(state), machines.of(setup)
     messages = [Decision.of(error) for error in (*wrong, *reading.errors)]
     resolved: ResolvedPlan | None = None
     running_config: dict[str, Any] = {}
-    if reading.plan is not None:
-        try:
-            resolved, more = form.resolve(reading.plan)
+    try:
+        if reading.plan is not None:
+            resolved, more = _resolve(reading.plan, setup, platform)
+            messages += more
             running_config = {} if resolved is None else _running_config(resolved)
-        except ZeroTuneError as error:
-            resolved, more = None, [Decision.of(error)]
-        except (OverflowError, RecursionError):
-            more = [_plan_error(_TOO_LARGE)]
-        messages += more
-    elif reading.partial_plan is not None:
-        messages += form.remaining_errors(reading.partial_plan)
+        elif reading.partial_plan is not None:
+            messages += _remaining_errors(reading, reading.partial_plan, state, setup, platform)
+    except ZeroTuneError as error:
+        resolved, messages = None, [*messages, Decision.of(error)]
+    except (OverflowError, RecursionError):
+        messages.append(_plan_error(_TOO_LARGE))
     estimate, problems = _estimate_memory(None if wrong else resolved, setup)
     messages += problems
     limits: dict[Any, int] = {
@@ -266,7 +250,7 @@ def understand(state: FormState, machines: Machines) -> Preview:
         resolved=resolved,
         messages=tuple(worst_first(messages)),
         setup=setup,
-        platform=form.platform,
+        platform=platform,
         running_config=running_config,
         form_config=state.config,
         partial_plan=reading.partial_plan,
@@ -282,15 +266,13 @@ def _estimate_memory(
     if resolved is None or resolved.model is None:
         return None, []
     try:
-        size = sample_size(
+        work = workload_of(
             setup.family,
             resolved.model,
+            batch=resolved.micro_batch_size,
             resolution=setup.resolution,
             frames=setup.frames_of_clips,
-        )
-        work = Workload(
-            batch=resolved.micro_batch_size,
-            **size,
+            frozen_bytes=0,
             gradient_checkpointing=setup.gradient_checkpointing,
             activation_offload=setup.activation_offload,
             ema=setup.ema,
@@ -302,64 +284,50 @@ def _estimate_memory(
         return None, [_plan_error(_TOO_LARGE)]
 
 
-@attrs.frozen(kw_only=True)
-class _Form:
-    """A form with its setup, machine and plan."""
+def _resolve(
+    plan: DeepSpeedPlan, setup: Setup, platform: Platform
+) -> tuple[ResolvedPlan | None, list[Decision]]:
+    model = _model(setup)
+    context = Context(
+        world_size=setup.world_size, platform=platform, model=model, run=_run(plan, setup)
+    )
+    found = plan.inspect(context)
+    # A plan that cannot run has no choices to report.
+    decisions = plan.decisions if found.resolved is None else found.resolved.decisions
+    notable = notable_decisions(decisions, findings=found.findings)
+    resolved = None if found.resolved is None else raised(ResolvedPlan, found.resolved)
+    return resolved, [*found.refusals, *found.findings, *notable]
 
-    state: FormState
-    setup: Setup
-    platform: Platform
-    reading: Reading
 
-    def resolve(self, plan: DeepSpeedPlan) -> tuple[ResolvedPlan | None, list[Decision]]:
-        model = self._model()
-        context = Context(
-            world_size=self.setup.world_size,
-            platform=self.platform,
-            model=model,
-            run=self._run(plan),
-        )
-        found = plan.inspect(context)
-        messages = [*found.refusals, *found.findings]
-        if found.resolved is None:
-            # A plan that cannot run has no choices to report.
-            return None, [*messages, *notable_decisions(plan.decisions, findings=found.findings)]
-        notable = notable_decisions(found.resolved.decisions, findings=found.findings)
-        return raised(ResolvedPlan, found.resolved), [*messages, *notable]
+def _model(setup: Setup) -> ModelFacts | None:
+    if not setup.family:
+        return None
+    setup.check_base()
+    try:
+        return as_facts(setup.family, lora=setup.lora, base_dtype=setup.base_dtype)
+    except ZeroTuneError as error:
+        raise setup_error(error) from None
 
-    def _model(self) -> ModelFacts | None:
-        setup = self.setup
-        if not setup.family:
-            return None
-        setup.check_base()
-        try:
-            return as_facts(setup.family, lora=setup.lora, base_dtype=setup.base_dtype)
-        except ZeroTuneError as error:
-            raise setup_error(error) from None
 
-    def remaining_errors(self, partial_plan: DeepSpeedPlan) -> list[Decision]:
-        """Return the errors that remain after a plan's invalid settings are removed."""
-        try:
-            found = partial_plan.inspect(
-                Context(world_size=self.setup.world_size),
-                resolve_in=Context(
-                    world_size=self.setup.world_size,
-                    platform=self.platform,
-                    run=self._run(partial_plan),
-                ),
-                mistakes=self.reading.errors,
-            )
-        except (OverflowError, RecursionError):
-            return [_plan_error(_TOO_LARGE)]
-        every = (*found.findings, *found.refusals)
-        return [each for each in every if value_at(self.state.config, each.key) is not UNSET]
+def _remaining_errors(
+    reading: Reading, plan: DeepSpeedPlan, state: FormState, setup: Setup, platform: Platform
+) -> list[Decision]:
+    """Return the errors that remain after a plan's invalid settings are removed."""
+    found = plan.inspect(
+        Context(world_size=setup.world_size),
+        resolve_in=Context(world_size=setup.world_size, platform=platform, run=_run(plan, setup)),
+        mistakes=reading.errors,
+    )
+    every = (*found.findings, *found.refusals)
+    return [each for each in every if value_at(state.config, each.key) is not UNSET]
 
-    def _run(self, plan: DeepSpeedPlan) -> RunFacts:
-        if plan.scheduler is None:
-            return RunFacts()
-        # As transformers and accelerate do, an automatic warm-up is left out.
-        warmup = 0 if AUTO in (plan.scheduler.params or {}).values() else None
-        return RunFacts(total_steps=self.setup.total_steps, warmup_steps=warmup)
+
+def _run(plan: DeepSpeedPlan, setup: Setup) -> RunFacts:
+    if plan.scheduler is None:
+        return RunFacts()
+    # As transformers and accelerate do, an automatic warm-up is left out.
+    warmup = 0 if AUTO in (plan.scheduler.params or {}).values() else None
+    return RunFacts(total_steps=setup.total_steps, warmup_steps=warmup)
 
 
 def preview_data(preview: Preview, *, applied: DeepSpeedPlan | None) -> dict[str, Any]:

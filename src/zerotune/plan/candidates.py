@@ -15,7 +15,7 @@ from zerotune.plan.facts import ModelFacts
 from zerotune.plan.memory.costing import Costing
 from zerotune.plan.memory.estimate import estimate_resolved
 from zerotune.plan.memory.hosted import with_gradients_kept, with_units_kept
-from zerotune.plan.memory.items import PLACES, Estimate, Phase, Place, Workload
+from zerotune.plan.memory.items import DURING, PLACES, Estimate, Place, Workload
 from zerotune.plan.memory.rates import Rates
 from zerotune.plan.memory.time import StepTime, step_time
 from zerotune.plan.optimizer.catalogue import OPTIMIZERS
@@ -205,14 +205,6 @@ PLACE_WORDS: Final[Mapping[Place, str]] = {
 }
 
 
-_PHASE_WORDS: Final[Mapping[Phase, str]] = {
-    "initialization": "during set-up",
-    "forward and backward": "in the backward pass",
-    "optimizer step": "in the optimizer step",
-    "checkpoint": "while a checkpoint is written",
-}
-
-
 @attrs.frozen(kw_only=True)
 class Request:
     """A request for advice: model, machine, budget and preferences."""
@@ -290,27 +282,23 @@ def without_clipping(candidate: Candidate) -> tuple[str, ...]:
 
 def considered(request: Request, *, only_streamed: bool = False) -> Iterator[Candidate]:
     """Yield the candidates of the layouts, from least to most offload."""
-    choices = [
-        attrs.evolve(request.workload, gradient_checkpointing=recomputed, activation_offload=away)
-        for recomputed, away in _activations(request)
-    ]
+    workloads = tuple(_workloads(request))
     for level in request.levels:
         layouts = (each for each in level if each.streams or not only_streamed)
-        plans = {each: laid_out(request, each) for each in layouts if _sensible(request, each)}
-        resolved = dict(_resolved_layouts(request, plans))
-        plans = {each: plan for each, plan in plans.items() if _as_laid_out(each, resolved)}
-        for work in choices:
+        every = ((each, _resolved(request, each)) for each in layouts if _sensible(request, each))
+        resolved = {layout: found for layout, found in every if found is not None}
+        for work in workloads:
             lacks_host = True
-            for layout, plan in plans.items():
+            for layout, plan in resolved.items():
                 exacter = attrs.evolve(layout, masters="fp32")
-                if layout.masters != "fp32" and exacter in plans and not lacks_host:
+                if layout.masters != "fp32" and exacter in resolved and not lacks_host:
                     continue
-                found = plan, estimate_resolved(resolved[layout], work)
+                estimate = estimate_resolved(plan, work)
                 if layout.fills_device:
-                    found = _fill_device(request, layout, found[1])
+                    estimate = _fill_device(request, layout, estimate)
                 elif layout.streams:
-                    found = plan, _fill_both(request, found[1])
-                candidate = _judged(request, layout, *found)
+                    estimate = _fill_both(request, estimate)
+                candidate = _judged(request, layout, estimate)
                 lacks_host = "host" in candidate.shortfalls
                 yield candidate
 
@@ -324,37 +312,29 @@ def _fill_both(request: Request, estimate: Estimate) -> Estimate:
     return estimate_resolved(with_gradients_kept(estimate_resolved(kept, work), usable), work)
 
 
-def _as_laid_out(layout: Layout, resolved: Mapping[Layout, Resolved]) -> bool:
-    """Whether the optimizer runs in ``layout`` and resolution has kept its streaming options."""
-    if layout not in resolved:
-        return False
-    found = resolved[layout]
+def _resolved(request: Request, layout: Layout) -> Resolved | None:
+    """Return the layout's plan, resolved; ``None`` if something else would run than the layout."""
+    split = layout.masters == "split"
+    streaming = Streaming(split_masters=split) if layout.streams else None
+    update = DeviceUpdate(masters=layout.masters) if layout.on_device else None
+    # A resident layout would otherwise be streamed where its weights do not fit.
+    streamed = False if layout.on_device and streaming is None else streaming
+    plan = laid_out(request, layout)
+    try:
+        found = resolve(plan, request.context, streamed=streamed, update=update)
+    except OptimizerError:
+        # At stage 0, every optimizer runs that runs at all.
+        if layout.stage == 0 or isinstance(request.update, DeviceUpdate):
+            raise
+        return None
     if layout.on_device and found.optimizer.name != found.plan.optimizer_name:
-        return False
-    streams, on_device = found.streaming is not None, found.update is not None
-    return (streams, on_device, found.masters) == (layout.streams, layout.on_device, layout.masters)
+        return None
+    runs = (found.streaming is not None, found.update is not None, found.masters)
+    return found if runs == (layout.streams, layout.on_device, layout.masters) else None
 
 
-def _resolved_layouts(
-    request: Request, plans: Mapping[Layout, Settings]
-) -> Iterator[tuple[Layout, Resolved]]:
-    """Yield the plans in whose layouts the optimizer, or AdamW in its place, can run."""
-    for layout, plan in plans.items():
-        split = layout.masters == "split"
-        streaming = Streaming(split_masters=split) if layout.streams else None
-        update = DeviceUpdate(masters=layout.masters) if layout.on_device else None
-        # A resident layout would otherwise be streamed where its weights do not fit.
-        streamed = False if layout.on_device and streaming is None else streaming
-        try:
-            yield layout, resolve(plan, request.context, streamed=streamed, update=update)
-        except OptimizerError:
-            # At stage 0, every optimizer runs that runs at all.
-            if layout.stage == 0 or isinstance(request.update, DeviceUpdate):
-                raise
-
-
-def _fill_device(request: Request, layout: Layout, estimate: Estimate) -> tuple[Settings, Estimate]:
-    """Return the plan with as many optimizer sub-groups on the device as fit, at least one.
+def _fill_device(request: Request, layout: Layout, estimate: Estimate) -> Estimate:
+    """Estimate the plan with as many optimizer sub-groups on the device as fit, at least one.
 
     Args:
         request: The request.
@@ -367,36 +347,35 @@ def _fill_device(request: Request, layout: Layout, estimate: Estimate) -> tuple[
     each = 4 * (2 + case.states)
     usable = request.budget.usable("device")
 
-    def keeping(kept: int) -> tuple[Settings, Estimate]:
+    def keeping(kept: int) -> Estimate:
         # The middle of the ratios that keep this many, so that rounding cannot change the number.
         ratio = round(max(0.0, 1 - (kept + 0.5) / len(groups)), 4)
         plan = laid_out(request, layout, ratio=ratio)
-        resolved = resolve(plan, request.context)
-        return plan, estimate_resolved(resolved, work)
+        return estimate_resolved(resolve(plan, request.context), work)
 
     # A first guess from the memory that is free at the peak; other phases may have more.
     kept = max(1, sum(each * held <= usable - estimate.device for held in accumulate(groups[:-1])))
     best = keeping(kept)
-    while kept > 1 and best[1].device > usable:
+    while kept > 1 and best.device > usable:
         kept -= 1
         best = keeping(kept)
     while kept + 1 < len(groups):
         more = keeping(kept + 1)
-        if more[1].device > usable:
+        if more.device > usable:
             break
         kept, best = kept + 1, more
     return best
 
 
-def _activations(request: Request) -> Iterator[tuple[bool, bool]]:
-    """Yield gradient checkpointing and activation offload settings, cheapest first."""
-    yield False, False
-    known = request.model.activations
-    if known is None or known.checkpointed is None or request.workload.height is None:
+def _workloads(request: Request) -> Iterator[Workload]:
+    """Yield the workload with and without checkpointing and activation offload, cheapest first."""
+    work, known = request.workload, request.model.activations
+    yield attrs.evolve(work, gradient_checkpointing=False, activation_offload=False)
+    if known is None or known.checkpointed is None or work.height is None:
         return
-    yield True, False
+    yield attrs.evolve(work, gradient_checkpointing=True, activation_offload=False)
     if known.offloaded is not None and request.platform.accelerator in DISCRETE:
-        yield True, True
+        yield attrs.evolve(work, gradient_checkpointing=True, activation_offload=True)
 
 
 def _sensible(request: Request, layout: Layout) -> bool:
@@ -435,12 +414,7 @@ def laid_out(request: Request, layout: Layout, *, ratio: float | None = None) ->
     )
 
 
-def _judged(
-    request: Request,
-    layout: Layout,
-    plan: Settings,
-    estimate: Estimate,
-) -> Candidate:
+def _judged(request: Request, layout: Layout, estimate: Estimate) -> Candidate:
     needs = machine_needs(estimate)
     shortfalls: dict[Place, int] = {
         place: needs[place] - request.budget.usable(place)
@@ -450,11 +424,11 @@ def _judged(
     reasons = []
     for peak in map(estimate.peak, shortfalls):
         sizes = [f"{item.component} ({format_size(item.nbytes)})" for item in peak.items[:2]]
-        when = f"{PLACE_WORDS[peak.place]} is needed most {_PHASE_WORDS[peak.phase]}"
+        when = f"{PLACE_WORDS[peak.place]} is needed most {DURING[peak.phase]}"
         reasons.append(f"{when}, for {' and '.join(sizes)}")
     candidate = Candidate(
         title=layout.title,
-        plan=plan,
+        plan=estimate.resolved.requested,
         estimate=estimate,
         gradient_checkpointing=estimate.workload.gradient_checkpointing,
         activation_offload=estimate.workload.activation_offload,
