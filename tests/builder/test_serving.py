@@ -129,4 +129,4 @@ def test_a_port_is_at_most_65535(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["builder", "--port", "65536"])
     assert ended.value.code == 2
-    assert "'65536' is not a port from 0 to 65535" in capsys.readouterr().err
+    assert "'65536' is out of range" in capsys.readouterr().err

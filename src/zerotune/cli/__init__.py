@@ -14,13 +14,10 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 from zerotune._util.proc import installed_version
 from zerotune.errors import ZeroTuneError
-
-if TYPE_CHECKING:
-    from zerotune._util.table import Page
 
 _COMMANDS: Final = {
     "init": "Write a training run and its plan, for a model, a GPU and a folder of images.",
@@ -35,20 +32,6 @@ _COMMANDS: Final = {
 """Summary of each command; the module of its name is a ``Command``."""
 
 
-_ERROR: Final = "error: "
-_NARROWEST: Final = 20
-
-
-def print_page(page: Page, *, width: int | None = None) -> None:
-    """Print a report, with wrapped lines and colours if the output is a terminal.
-
-    Args:
-        page: The report.
-        width: Columns per line if the output is not a terminal; ``None`` does not wrap lines.
-    """
-    page.print(sys.stdout, width=width)
-
-
 def print_text(text: str) -> None:
     """Print a report, with one line break at its end."""
     sys.stdout.write(text.rstrip("\n") + "\n")
@@ -61,29 +44,19 @@ def print_json(data: Any) -> None:
 
 def tell(text: str) -> None:
     """Print a message to standard error, separate from the report."""
-    _to_stderr("zerotune: ", text)
+    _to_stderr("zerotune:", text)
 
 
 def complain(text: str) -> None:
     """Print an error to standard error."""
-    _to_stderr(_ERROR, text)
+    _to_stderr("error:", text)
 
 
 def _to_stderr(mark: str, text: str) -> None:
-    """Write a message to standard error, wrapped only at a terminal."""
-    if sys.stderr.isatty():
-        import shutil
-        import textwrap
+    # Late: most commands have nothing to tell.
+    from zerotune._util.table import Line, Page
 
-        text = textwrap.fill(
-            text,
-            max(_NARROWEST, shutil.get_terminal_size().columns),
-            initial_indent=mark,
-            subsequent_indent=" " * len(mark),
-            break_long_words=False,
-            break_on_hyphens=False,
-        ).removeprefix(mark)
-    sys.stderr.write(f"{mark}{text}\n")
+    Page(blocks=(Line(text, mark=mark),)).print(sys.stderr)
 
 
 class Command(NamedTuple):

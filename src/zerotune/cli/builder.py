@@ -7,6 +7,9 @@ import importlib
 from pathlib import Path
 from typing import Final
 
+from zerotune.cli.plan import option_of
+from zerotune.plan.values import Integer
+
 _HIGHEST_PORT: Final = 65535
 
 
@@ -33,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--port",
-        type=_port,
+        type=option_of(Integer(minimum=0, maximum=_HIGHEST_PORT, auto=False)),
         default=8265,
         metavar="N",
         help="port of the server; default 8265, 0 selects a free port",
@@ -43,13 +46,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print the address without opening a browser (the default with a token)",
     )
-
-
-def _port(text: str) -> int:
-    """Parse a port for ``argparse``."""
-    if not text.isdecimal() or int(text) > _HIGHEST_PORT:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to {_HIGHEST_PORT}")
-    return int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:

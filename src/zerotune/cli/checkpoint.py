@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from zerotune._util.table import Page, Table
 from zerotune._util.text import counted, format_size
-from zerotune.cli import Command, add_commands, print_json, print_page, print_text
+from zerotune.cli import Command, add_commands, print_json, print_text
 from zerotune.errors import MissingDependencyError
 from zerotune.plan.sections import PRECISIONS
 
@@ -75,7 +75,7 @@ def _show(arguments: argparse.Namespace) -> int:
         content["extra"] = sorted(manifest.extra)
         print_json({"path": str(folder), "nbytes": manifest.nbytes, **content})
     else:
-        print_page(_contents_page(manifest))
+        _contents_page(manifest).print()
     return 0
 
 

@@ -16,7 +16,7 @@ from zerotune._util.table import Block, Line, Page, Row, Table
 from zerotune._util.text import format_size
 from zerotune.backend.op_builds import extensions_folder
 from zerotune.backend.ops import OpStatus, build_op, check_op_name, op_report
-from zerotune.cli import print_json, print_page
+from zerotune.cli import print_json
 from zerotune.errors import PlatformError, ZeroTuneError
 from zerotune.plan.memory.rates import RATE_NAMES, Rates, known_rates, store_rates
 from zerotune.platform import Platform, detect_platform
@@ -112,7 +112,7 @@ class Checkup:
             if table.rows:
                 blocks += [Line(title, style="title"), table, Line("")]
         style = "passed" if self.healthy else "failed"
-        print_page(Page(blocks=(*blocks, Line(f"Verdict: {self.verdict}", style=style))))
+        Page(blocks=(*blocks, Line(f"Verdict: {self.verdict}", style=style))).print()
 
 
 def _platform_rows(here: Platform) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,7 @@ import attrs
 
 from zerotune._util.table import Page, Table
 from zerotune._util.text import format_size
-from zerotune.cli import Command, add_commands, print_json, print_page, print_text
+from zerotune.cli import Command, add_commands, print_json, print_text
 from zerotune.offload import cleanup_stale_swap
 from zerotune.offload.lease import find_leases
 
@@ -74,7 +74,7 @@ def _status(arguments: argparse.Namespace) -> int:
 def _print_rows(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
     table = Table(head=head, rows=tuple(rows), indent=0)
     if table.rows:
-        print_page(Page(blocks=(table,)))
+        Page(blocks=(table,)).print()
     else:
         print_text("nothing here")
 

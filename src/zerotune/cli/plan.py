@@ -13,7 +13,7 @@ from typing import Any, Final, cast
 
 from zerotune._util.table import Line, Page
 from zerotune._util.text import counted
-from zerotune.cli import Command, add_commands, print_json, print_page, print_text
+from zerotune.cli import Command, add_commands, print_json, print_text
 from zerotune.decisions import SEVERITIES, Decision, Rejected, raise_all, worst_first
 from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError, UnknownKeyError
 from zerotune.plan import read
@@ -159,7 +159,7 @@ def _check(arguments: argparse.Namespace) -> int:
             text = f"{place}{one.rule}: {_problem_text(one)}"
             blocks.append(Line(text, mark=f"[{one.severity}]", style=one.severity))
         title = f"{arguments.file}: {summary or 'nothing to report'} at {ranks}"
-        print_page(Page(title=title, blocks=tuple(blocks)))
+        Page(title=title, blocks=tuple(blocks)).print()
         if any(isinstance(one.error, UnknownKeyError) for one in problems):
             print_text("for a key of a newer DeepSpeed, pass --also-known KEY")
     failed = counts["error"] or (arguments.strict and counts["warning"])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from zerotune._util.table import Line, Page
-from zerotune.cli import Command, print_json, print_page, print_text, tell
+from zerotune.cli import Command, print_json, print_text, tell
 from zerotune.cli.options import (
     add_configuration,
     add_engine,
@@ -188,7 +188,7 @@ def _explain(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print_json(summary)
         else:
-            print_page(plan_page(plan, world_size=arguments.world_size, platform=platform))
+            plan_page(plan, world_size=arguments.world_size, platform=platform).print()
         return int(any(finding["severity"] == "error" for finding in summary["findings"]))
     return _explain_cost(arguments, plan)
 
@@ -238,9 +238,9 @@ def _show_cost(arguments: argparse.Namespace, estimate: MemoryEstimate, budget: 
     page = estimate_page(estimate, budget=budget)
     if time is not None:
         page = Page(blocks=(*page.blocks, Line(""), Line(time_words(time), indent=2)))
-    print_page(resolved_page(estimate.resolved))
+    resolved_page(estimate.resolved).print()
     print_text("")
-    print_page(page, width=WIDTH)
+    page.print(width=WIDTH)
 
 
 # -- advise
@@ -311,7 +311,7 @@ def _report(arguments: argparse.Namespace, advice: Advice) -> None:
         print_json(advice.to_dict())
     else:
         most = None if arguments.all else FOREMOST
-        print_page(advice_page(advice, most=most), width=WIDTH)
+        advice_page(advice, most=most).print(width=WIDTH)
         shown = len(advice.candidates if most is None else foremost(advice, most))
         if shown < len(advice.candidates):
             print_text(f"  --all shows {len(advice.candidates) - shown} more")
@@ -351,9 +351,9 @@ def _report_nothing(
     if arguments.json:
         print_json({"fits": False, "reason": said, "nearest": candidate_data(nearest)})
     else:
-        print_page(Page(blocks=(Line(said, mark="error:", style="error"),)), width=WIDTH)
+        Page(blocks=(Line(said, mark="error:", style="error"),)).print(width=WIDTH)
         print_text("")
-        print_page(nearest_page(nearest, budget=budget), width=WIDTH)
+        nearest_page(nearest, budget=budget).print(width=WIDTH)
 
 
 CONVERT: Final = Command(_configure_convert, _convert)
