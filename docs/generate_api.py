@@ -190,7 +190,7 @@ FOR_FRONT_ENDS = {
     f"{_PLAN}.memory.rates": "CARDS card_platform known_rates",
     f"{_PLAN}.memory.time": "StepTime step_time",
     f"{_PLAN}.text.plan": "describe shown_and_defaults",
-    f"{_PLAN}.text.memory": "DURING Fit fits estimate_data subject",
+    f"{_PLAN}.text.memory": "Fit fits estimate_data subject",
     f"{_PLAN}.text.advice": "FOREMOST candidate_data foremost rank_budget seconds_words",
     f"{_PLAN}.optimizer.capability": "Situation installed_packages missing_package",
     f"{_PLAN}.optimizer.names": "BY_WORD",

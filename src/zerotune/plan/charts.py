@@ -46,27 +46,23 @@ class Panel:
     parts: Sequence[tuple[str, float, str]]
     """Name, size and colour of each segment, from left to right."""
     unit: str
-    decimals: int = 2
     note: str = ""
     """Text to the right of the title."""
     limit: float | None = None
-    """Position of a vertical line across the bar, in ``unit``."""
+    """Position of a vertical line across the bar, in ``unit``, up to which the ground is shaded."""
     colour: str = INK
     """Colour of ``note`` and of the line at ``limit``."""
-    room: bool = False
-    """Whether the background is shaded up to ``limit``."""
 
     def _draw(self, axes: Any) -> None:
         end = 0.0
         for name, value, colour in self.parts:
-            label = f"{name} {value:.{self.decimals}f}"
+            label = f"{name} {value:.2f}"
             axes.barh(
                 0, value, 1, left=end, color=colour, edgecolor=PAPER, linewidth=0.8, label=label
             )
             end += value
         if self.limit is not None:
             axes.axvline(self.limit, color=self.colour, linewidth=2.2)
-        if self.room:
             axes.barh(0, self.limit, 1, color=ROOM, zorder=0)
         axes.set(xlim=(0, max(end, self.limit or 0) * 1.02 or 1), ylim=(-0.5, 0.5), yticks=[])
         axes.spines[["left", "right", "top"]].set_visible(False)
@@ -156,7 +152,6 @@ def memory_panels(estimate: Estimate, *, budget: RankBudget | None = None) -> li
                 + (f"{left:.2f} free" if left >= 0 else f"over by {-left:.2f}"),
                 limit=fit.available / size,
                 colour=INK if left >= 0 else ALARM,
-                room=True,
             )
         panels.append(panel)
     return panels

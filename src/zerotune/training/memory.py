@@ -22,9 +22,8 @@ from zerotune._util.text import format_size
 from zerotune.backend.accelerator import accelerator_for, accelerator_of, current_accelerator
 from zerotune.errors import NothingFitsError, OutOfMemoryError, PlanError
 from zerotune.plan.memory.estimate import CONTEXT
-from zerotune.plan.memory.items import EMAPlace, Workload
+from zerotune.plan.memory.items import DURING, EMAPlace, Workload
 from zerotune.plan.plan import DeepSpeedPlan
-from zerotune.plan.text.memory import DURING
 from zerotune.plan.values import AUTO
 from zerotune.plan.write import python_expression
 from zerotune.platform import detect_platform

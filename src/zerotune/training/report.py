@@ -15,10 +15,10 @@ from zerotune._util.files import system_errors, write_atomically
 from zerotune._util.table import Block, Line, Page, Readable, Table
 from zerotune._util.text import counted, format_size
 from zerotune.errors import TrainingError
+from zerotune.plan.memory.items import DURING, PLACES
 from zerotune.plan.memory.items import PHASES as MOMENTS
-from zerotune.plan.memory.items import PLACES
 from zerotune.plan.text.advice import time_data
-from zerotune.plan.text.memory import DURING, PLACE_NAMES
+from zerotune.plan.text.memory import PLACE_NAMES
 from zerotune.training.events import PHASES, Callback
 
 if TYPE_CHECKING:

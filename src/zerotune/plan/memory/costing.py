@@ -9,7 +9,6 @@ from typing import Final
 
 import attrs
 
-from zerotune.plan.context import Streaming
 from zerotune.plan.facts import ModelFacts, StreamedFacts
 from zerotune.plan.memory.items import ALWAYS, MemoryItem, Phase, Place, Workload
 from zerotune.plan.optimizer.names import entry_of
@@ -91,28 +90,23 @@ class Costing:
         return self.model.positions(height=height, width=width, frames=frames)
 
     @cached_property
-    def streaming(self) -> Streaming | None:
-        """Streaming options; ``None`` if weights are not streamed."""
-        return self.resolved.streaming
-
-    @cached_property
     def hosted(self) -> bool:
         """Whether the host engine runs the plan, whether or not weights are streamed."""
-        return self.streaming is not None or self.resolved.is_hosted
+        return self.resolved.streaming is not None or self.resolved.is_hosted
 
     @property
     def in_place(self) -> bool:
         """Whether a model on the CPU computes with the host engine's weights in host memory."""
         # In fp32, these are the master weights.
         alone = self.on_cpu and self.ranks == 1 and self.unit_element < 4
-        return alone and self.hosted and self.streaming is None
+        return alone and self.hosted and self.resolved.streaming is None
 
     @cached_property
     def streamed(self) -> StreamedFacts:
         """Size of each streamed unit, and of the weights that stay on the device, in elements."""
-        if self.streaming is None:
+        if self.resolved.streaming is None:
             return self.model.resident
-        return self.model.streamed_by(self.streaming.units)
+        return self.model.streamed_by(self.resolved.streaming.units)
 
     @property
     def master_bytes(self) -> int:
@@ -122,9 +116,11 @@ class Costing:
     @cached_property
     def streamed_capacity(self) -> int:
         """Bytes of device memory for streamed units."""
-        if self.streaming is None:
+        if self.resolved.streaming is None:
             return 0
-        return self.streaming.capacity([self.unit_element * one for one in self.streamed.units])
+        return self.resolved.streaming.capacity(
+            [self.unit_element * one for one in self.streamed.units]
+        )
 
     @property
     def ranks(self) -> int:
@@ -132,19 +128,9 @@ class Costing:
         return self.resolved.world_size
 
     @property
-    def trained(self) -> int:
-        """Number N of trainable elements."""
-        return self.model.trainable_numel
-
-    @property
-    def all_elements(self) -> int:
-        """Number of elements of all parameters."""
-        return self.model.numel
-
-    @property
     def flat_part(self) -> int:
         """Number of elements in this rank's partition of the flattened parameters (stages 1, 2)."""
-        return math.ceil(self.trained / self.ranks)
+        return math.ceil(self.model.trainable_numel / self.ranks)
 
     @property
     def owned(self) -> int:
@@ -152,7 +138,7 @@ class Costing:
         if self.resolved.stage == 3:
             return sum(self.model.trainable_parts(self.ranks))
         whole = self.resolved.stage == 0 and not self.hosted
-        return self.trained if whole else self.flat_part
+        return self.model.trainable_numel if whole else self.flat_part
 
     @property
     def largest(self) -> int:
@@ -180,7 +166,7 @@ class Costing:
             if len(one.shape) > 1 and one.numel
         )
         vectors = sum(one.numel for one in trained if len(one.shape) < 2)
-        return (sum(sums) + vectors) / max(1, self.trained)
+        return (sum(sums) + vectors) / max(1, self.model.trainable_numel)
 
     @property
     def checks_gradients(self) -> bool:
@@ -282,7 +268,9 @@ class Costing:
         """Number of elements of each stage-3 sub-group on this rank."""
         zero = self.resolved.plan.zero_optimization
         size = None if zero is None else zero.sub_group_size
-        return sub_groups(self.model, self.ranks, self.trained if size is None else int(size))
+        return sub_groups(
+            self.model, self.ranks, self.model.trainable_numel if size is None else int(size)
+        )
 
 
 def power_of_two(nbytes: int) -> int:

@@ -7,7 +7,7 @@ measurement behind each group of formulas.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Final, TypedDict
+from typing import Any, Final
 
 from zerotune._util.text import is_integer, whole
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
@@ -86,17 +86,9 @@ def estimate_resolved(resolved: Resolved, workload: Workload) -> Estimate:
     )
 
 
-class SampleSize(TypedDict):
-    """Size of an image or a clip."""
-
-    height: int | None
-    width: int | None
-    frames: int | None
-
-
 def sample_size(
     model: Any, facts: ModelFacts, *, resolution: int | tuple[int, int] | None, frames: int | None
-) -> SampleSize:
+) -> dict[str, Any]:
     """Return the size of a sample as fields of ``Workload``.
 
     Args:
@@ -230,13 +222,17 @@ def _around_the_engine(case: Costing) -> Iterator[MemoryItem]:
             nbytes = min(EMA_CHUNK * EMA_CHUNKS, 4 * case.owned)
             yield case.item("EMA", "host", nbytes, TRAINING, "chunks read, updated or written")
     yield case.item(
-        "checkpoint", "host", 4 * case.largest, CHECKPOINT, "the largest fragment during writing"
+        "checkpoint",
+        "host",
+        4 * case.largest,
+        CHECKPOINT,
+        "the largest fragment during writing",
     )
 
 
 def _notes(case: Costing) -> Iterator[str]:
     work = case.workload
-    if case.streaming is not None and not case.streamed.units:
+    if case.resolved.streaming is not None and not case.streamed.units:
         yield "streamed units are unknown: the model's class does not define them"
     if case.resolved.waits_for_proof:
         yield (

@@ -128,7 +128,7 @@ def with_gradients_kept(estimate: Estimate, usable: int) -> Resolved:
 
 def hosted(case: Costing) -> Iterator[MemoryItem]:
     """Yield the memory used by the host engine; master weights and states are on the host."""
-    if case.streaming is None:
+    if case.resolved.streaming is None:
         yield from _resident(case)
         return
     units, element, precision = case.streamed, case.unit_element, case.resolved.precision
@@ -150,7 +150,7 @@ def _resident(case: Costing) -> Iterator[MemoryItem]:
     if not case.resolved.uses_deepspeed:
         yield from cast_copies(case)
     if case.in_place:
-        nbytes -= element * case.trained
+        nbytes -= element * case.model.trainable_numel
     yield case.item("weights", case.device, nbytes, note=note)
     count = resident_units(case.streamed.resident_trained)
     each = case.streamed.resident_trained / count
@@ -214,7 +214,7 @@ def _gradients_at_a_time(case: Costing, blocks: list[float]) -> tuple[list[float
     units, note = case.streamed, share_of(case, case.unit_precision)
     if gradients_stay(case.resolved):
         return [], note
-    if case.streaming is None:
+    if case.resolved.streaming is None:
         return blocks, note
     buffers, _ = gradient_buffers(case.resolved, units.trained)
     if not buffers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final, Literal, get_args
 
 import attrs
@@ -63,6 +63,15 @@ PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
 
 
 ALWAYS: Final[frozenset[Phase]] = frozenset(PHASES)
+
+
+DURING: Final[Mapping[Phase, str]] = {
+    "initialization": "during set-up",
+    "forward and backward": "in the forward and backward pass",
+    "optimizer step": "in the optimizer step",
+    "checkpoint": "while a checkpoint is written",
+}
+"""For each phase, a phrase that can end a sentence."""
 
 
 @attrs.frozen(kw_only=True)

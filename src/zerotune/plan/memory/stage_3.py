@@ -92,7 +92,7 @@ def _gathered(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
         return  # the partition is the whole weight, and not copied
     threshold = int(zero.stage3_param_persistence_threshold or 0)
     released = [each for each in case.model.parameters if each.numel > threshold]
-    whole = case.all_elements - sum([each.numel for each in released])
+    whole = case.model.numel - sum([each.numel for each in released])
     yield case.item(
         "gathered weights",
         case.device,

@@ -28,8 +28,11 @@ class SwapFiles:
     """Bytes of tensors that are too small to swap."""
 
     def __add__(self, other: SwapFiles) -> SwapFiles:
-        pairs = zip(attrs.astuple(self), attrs.astuple(other), strict=True)
-        return SwapFiles(**dict(zip(attrs.fields_dict(SwapFiles), map(sum, pairs), strict=True)))
+        return SwapFiles(
+            nbytes=self.nbytes + other.nbytes,
+            count=self.count + other.count,
+            stays=self.stays + other.stays,
+        )
 
     def times(self, factor: int) -> SwapFiles:
         """Return number and sizes, multiplied by ``factor``."""

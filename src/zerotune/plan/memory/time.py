@@ -204,11 +204,6 @@ class StepTime:
         return self.scheduled("eager")
 
     @property
-    def hides(self) -> bool:
-        """Whether the plan's optimizer overlaps with a forward or backward pass."""
-        return self.schedule != "in turn"
-
-    @property
     def expected(self) -> float:
         """Predicted seconds per step if the optimizer runs as ``schedule`` specifies."""
         return self.scheduled(self.schedule)
@@ -271,7 +266,7 @@ def _carried(case: Costing) -> float:
     plan = attrs.evolve(case.resolved.plan, gradient_clipping=0.0)
     unclipped, units = attrs.evolve(case.resolved, plan=plan), case.streamed.trained
     buffers, _ = gradient_buffers(unclipped, units)
-    if not buffers or case.streaming is None:
+    if not buffers or case.resolved.streaming is None:
         return 1.0
     return max(0, buffers - BUFFERS_IN_BACKWARD) / len(units)
 
@@ -282,7 +277,7 @@ def _schedule(case: Costing) -> Schedule:
     if not case.hosted:
         return "in turn"
     waits = resolved.gradient_clipping or resolved.precision == "fp16"
-    in_backward = case.streaming is not None and not waits
+    in_backward = case.resolved.streaming is not None and not waits
     if resolved.update is not None:
         in_backward = gradients_stay(resolved)
     return "eager" if in_backward else "hidden"
@@ -465,7 +460,7 @@ def _waiting(case: Costing) -> float:
 def _checked(case: Costing) -> float:
     """Return the bytes that DeepSpeed reads and writes once per step to check gradients."""
     each, _ = _PER_CHECKED[case.resolved.stage == 3, case.element]
-    return each * case.trained if case.checks_gradients else 0.0
+    return each * case.model.trainable_numel if case.checks_gradients else 0.0
 
 
 def _gradients_in_memory(case: Costing) -> float:
@@ -473,4 +468,4 @@ def _gradients_in_memory(case: Costing) -> float:
     if not case.resolved.uses_deepspeed or case.hosted:
         return 0.0
     # Copy into a bucket, average, copy out, and norm.
-    return 7 * case.element * case.trained * case.resolved.gradient_accumulation_steps
+    return 7 * case.element * case.model.trainable_numel * case.resolved.gradient_accumulation_steps

@@ -171,7 +171,7 @@ def _hosted_traffic(case: Costing, estimate: Estimate) -> StepTraffic:
     back = (accumulated - 1) * element * stepped
     part = stepped / case.ranks
     arriving = accumulated * element * stepped
-    new = accumulated * element * case.trained
+    new = accumulated * element * case.model.trainable_numel
     uploaded = 0 if case.in_place else element * units.resident_trained
     # Reads all ranks' gradients of this rank's share, and writes their sum.
     added = round(arriving + accumulated * element * part) if case.ranks > 1 else 0
@@ -242,10 +242,10 @@ def _allocated(case: Costing) -> tuple[int, int]:
     low, owned = element == 2, case.owned
     offloads = resolved.offload_optimizer != "none"
     # Gradients are freed in the step or after the copy to the bucket, and returned to the system.
-    passed = element * case.trained * resolved.gradient_accumulation_steps
+    passed = element * case.model.trainable_numel * resolved.gradient_accumulation_steps
     if not resolved.uses_deepspeed:
         # Gradients, and the copies of the weights that autocast makes.
-        blocks = (4 * case.trained + 2 * case.all_elements * low, 0)
+        blocks = (4 * case.model.trainable_numel + 2 * case.model.numel * low, 0)
     elif resolved.stage == 0:
         # Backward: gradients flattened for the reduction. Step: cast to fp32, and flattened again.
         blocks = (element * owned, 8 * owned if low else 0)

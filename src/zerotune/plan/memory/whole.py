@@ -23,7 +23,7 @@ in fp32."""
 
 def plain(case: Costing) -> Iterator[MemoryItem]:
     """Yield the memory used by the plain engine: fp32 weights, and autocast in the forward pass."""
-    count = case.trained
+    count = case.model.trainable_numel
     yield case.item("weights", case.device, case.model.weight_bytes(4), note=kept_in(case, "fp32"))
     yield from cast_copies(case)
     if case.ranks > 1:
@@ -41,13 +41,13 @@ def plain(case: Costing) -> Iterator[MemoryItem]:
 def cast_copies(case: Costing) -> Iterator[MemoryItem]:
     """Yield the weights in half precision that autocast keeps until the end of the pass."""
     if case.resolved.precision != "fp32":
-        copied = 2 * (case.all_elements - case.model.quantized_numel)
+        copied = 2 * (case.model.numel - case.model.quantized_numel)
         yield case.item("weights", case.device, copied, BACKWARD, "copies that autocast keeps")
 
 
 def stage_0(case: Costing) -> Iterator[MemoryItem]:
     """Yield the memory that DeepSpeed uses without ZeRO, in fp32 or with fp32 master weights."""
-    count, element = case.trained, case.element
+    count, element = case.model.trainable_numel, case.element
     low = element == 2
     weights = case.model.weight_bytes(element)
     yield case.item("weights", case.device, weights, note=kept_in(case, case.resolved.precision))
@@ -95,7 +95,7 @@ def _buckets(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
 
 
 def _on_device(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
-    count, part, element = case.trained, case.flat_part, case.element
+    count, part, element = case.model.trainable_numel, case.flat_part, case.element
     yield case.item("master weights", case.device, 4 * part, note=share_of(case, "fp32"))
     yield case.item(
         "optimizer states", case.device, 4 * case.states * part, TRAINING, share_of(case, "fp32")
@@ -125,7 +125,8 @@ def _on_device(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
 
 
 def _beside_offload(case: Costing, zero: ZeroSection, pin: bool) -> Iterator[MemoryItem]:
-    count, part, element, largest = case.trained, case.flat_part, case.element, case.largest
+    count, part = case.model.trainable_numel, case.flat_part
+    element, largest = case.element, case.largest
     note = share_of(case, "fp32")
     yield case.host("master weights", [4 * part], pin, note=note)
     yield case.host("gradients", [4 * part], pin, note=note)

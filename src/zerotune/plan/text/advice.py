@@ -87,7 +87,8 @@ def time_words(time: StepTime) -> str:
     """Describe a predicted step: its time, its slowest part, and the origin of hardware rates."""
     bound = f"longest part: {time.bound.what}, {seconds_words(time.bound.seconds)}"
     expected, plain = seconds_words(time.expected), seconds_words(time.seconds)
-    hidden = f" ({plain} without overlapping the optimizer step)" if time.hides else ""
+    overlaps = time.schedule != "in turn"
+    hidden = f" ({plain} without overlapping the optimizer step)" if overlaps else ""
     published = ""
     if time.published_spread is not None:
         low, high = (f"{100 * one:+.0f}" for one in time.published_spread)

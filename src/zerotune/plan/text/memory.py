@@ -9,7 +9,16 @@ import attrs
 
 from zerotune._util.table import Block, Line, Page, Table, brief_of, page_of
 from zerotune._util.text import common_unit, counted, format_size
-from zerotune.plan.memory.items import PHASES, PLACES, Estimate, MemoryItem, Phase, Place, Workload
+from zerotune.plan.memory.items import (
+    DURING,
+    PHASES,
+    PLACES,
+    Estimate,
+    MemoryItem,
+    Phase,
+    Place,
+    Workload,
+)
 from zerotune.plan.memory.traffic import swap_traffic
 from zerotune.plan.text.plan import describe
 
@@ -104,15 +113,6 @@ WIDTH: Final = 100
 _EMA: Final = {"host": "in host memory", "device": "on the device", "nvme": "in files (NVMe)"}
 
 
-DURING: Final[Mapping[Phase, str]] = {
-    "initialization": "during set-up",
-    "forward and backward": "in the forward and backward pass",
-    "optimizer step": "in the optimizer step",
-    "checkpoint": "while a checkpoint is written",
-}
-"""For each phase, a phrase that can end a sentence."""
-
-
 PLACE_NAMES: Final[Mapping[Place, str]] = {"device": "device", "host": "host", "nvme": "NVMe"}
 """Names that reports use for device, host and NVMe memory."""
 
@@ -153,21 +153,25 @@ def estimate_page(estimate: Estimate, *, budget: RankBudget | None = None) -> Pa
         budget: Bytes available to each rank, as a mapping with the keys ``"device"``, ``"host"``
             and ``"nvme"``.
     """
+    data, unit = estimate_data(estimate), estimate_unit(estimate)
     blocks: list[Block] = [
         Line(f"Memory per rank: {describe(estimate.resolved)}", style="title"),
         Line(subject(estimate), indent=2),
         Line(""),
         memory_table(estimate, budget),
     ]
-    for place in PLACES:
-        if any(item.place == place for item in estimate.items):
-            blocks += [Line(""), *_place_blocks(estimate, place)]
-    traffic = swap_traffic(estimate)
-    if traffic.written:
-        read, written = format_size(traffic.read), format_size(traffic.written)
+    for place, held in data["places"].items():
+        if held["components"]:
+            title = f"{PLACE_NAMES[place]}: {held['peak'] / unit[1]:.2f} {unit[0]}"
+            blocks.append(Line(""))
+            blocks.append(Line(f"{title} {peak_words(estimate, place)}", style="title"))
+            blocks += _place_blocks(held, unit)
+    traffic = data["swap_traffic"]
+    if traffic["written"]:
+        read, written = format_size(traffic["read"]), format_size(traffic["written"])
         text = f"each optimizer step reads {read} from swap files and writes {written}"
         blocks.append(Line(text, indent=2))
-    return Page(blocks=(*blocks, *(Line(note, mark="note:") for note in estimate.notes)))
+    return Page(blocks=(*blocks, *(Line(note, mark="note:") for note in data["notes"])))
 
 
 def describe_estimate(estimate: Estimate) -> str:
@@ -214,6 +218,7 @@ def describe_workload(workload: Workload) -> str:
 
 def _held_at(estimate: Estimate, place: Place) -> dict[str, Any]:
     peak = estimate.peak(place)
+    items = [item for item in estimate.items if item.place == place]
     return {
         "peak": peak.nbytes,
         "phase": peak.phase,
@@ -224,7 +229,7 @@ def _held_at(estimate: Estimate, place: Place) -> dict[str, Any]:
                 "at_peak": peak.phase in item.phases,
                 "phases": [phase for phase in PHASES if phase in item.phases],
             }
-            for item in _all_at(estimate, place)
+            for item in sorted(items, key=lambda item: -item.nbytes)
         ],
     }
 
@@ -233,47 +238,31 @@ def _totals(estimate: Estimate, place: Place) -> dict[Phase, int]:
     return {phase: sum(item.nbytes for item in estimate.at(place, phase)) for phase in PHASES}
 
 
-def _all_at(estimate: Estimate, place: Place) -> list[MemoryItem]:
-    items = [item for item in estimate.items if item.place == place]
-    return sorted(items, key=lambda item: -item.nbytes)
-
-
-def _place_blocks(estimate: Estimate, place: Place) -> Iterator[Block]:
-    unit, size = estimate_unit(estimate)
-    peak = estimate.peak(place)
-    yield Line(
-        f"{PLACE_NAMES[place]}: {peak.nbytes / size:.2f} {unit} {peak_words(estimate, place)}",
-        style="title",
-    )
-    yield _items_table(estimate, place)
-    totals = _totals(estimate, place)
-    if len(set(totals.values())) > 1:
-        by_phase = ", ".join(f"{phase} {nbytes / size:.2f}" for phase, nbytes in totals.items())
-        yield Line(f"by phase, {unit}: {by_phase}", indent=2)
-
-
-def _items_table(estimate: Estimate, place: Place) -> Table:
-    """Return the components of a place at its peak, largest first, then those of other phases."""
-    _, size = estimate_unit(estimate)
-    peak = estimate.peak(place)
-    later = [item for item in _all_at(estimate, place) if peak.phase not in item.phases]
-
-    def remarks(item: MemoryItem) -> str:
-        parts = [item.note, "pinned" if item.pinned else ""]
-        text = ", ".join(part for part in parts if part)
-        if item not in later:
-            return text
-        held = " and ".join(DURING[phase] for phase in PHASES if phase in item.phases)
-        return f"only {held or 'never'}; {text}".rstrip("; ")
-
-    return Table(
+def _place_blocks(held: Mapping[str, Any], unit: tuple[str, int]) -> Iterator[Block]:
+    """Yield the components of a place at its peak, those of other phases, and totals by phase."""
+    name, size = unit
+    yield Table(
         rows=tuple(
-            (f"{item.nbytes / size:.2f}", item.component, remarks(item))
-            for item in (*peak.items, *later)
+            (f"{one['nbytes'] / size:.2f}", one["component"], _remarks(one))
+            for one in sorted(held["components"], key=lambda one: not one["at_peak"])
         ),
         align="r",
         widths=(8, 18),
     )
+    totals = held["phases"]
+    if len(set(totals.values())) > 1:
+        by_phase = ", ".join(f"{phase} {nbytes / size:.2f}" for phase, nbytes in totals.items())
+        yield Line(f"by phase, {name}: {by_phase}", indent=2)
+
+
+def _remarks(component: Mapping[str, Any]) -> str:
+    pinned = "pinned" if component["pinned"] else ""
+    text = ", ".join(part for part in (component["note"], pinned) if part)
+    if component["at_peak"]:
+        return text
+    phases: list[Phase] = component["phases"]
+    held = " and ".join(DURING[phase] for phase in phases)
+    return f"only {held or 'never'}; {text}".rstrip("; ")
 
 
 # -- Advice in words, as Markdown and as data.
