@@ -197,18 +197,6 @@ class TestOpen:
             "train_batch_sise", "zero_optimization.stage",
         }  # fmt: skip
 
-    def test_opening_a_configuration_changes_nothing_in_it(self, client):
-        config = {
-            "train_batch_size": "auto",
-            "gradient_accumulation_steps": "auto",
-            "zero_optimization": {"stage": 0, "stage3_model_persistence_threshold": 2**63 - 1},
-            "flops_profiler": {"enabled": True, "profile_step": 3},
-            "_comment": "ours",
-        }
-        opened = self.open(client, text=json.dumps(config)).json()
-        found = client.post("/api/preview", json={"state": opened["state"]}).json()
-        assert json.loads(found["outputs"]["json"]["text"]) == config
-
     def test_opening_a_trainers_file_opens_the_configuration_it_names(self, client, root):
         (root / "ds.json").write_text(json.dumps(PLAN))
         (root / "config.json").write_text(

@@ -10,7 +10,6 @@ from tests.builder.pages import Page, browser, served
 from tests.builder.states import PLAN
 from tests.support.needs import needs
 from zerotune.builder import create_app
-from zerotune.builder.templates import BUILTIN
 from zerotune.plan import DeepSpeedPlan
 
 pytestmark = pytest.mark.slow
@@ -47,40 +46,6 @@ def page(context, address, place):
     opened = Page(context, address)
     yield opened
     assert opened.complaints == []
-
-
-MADE = ("lowest", "sdxl-24", "sdxl-12", "sdxl-8", "nvme", "two-gpus")
-"""Templates used in the browser; files of the others come from the server directly."""
-
-
-@pytest.fixture(scope="module")
-def saved(chromium, address, place):
-    """Save a file for each built-in template, built from an empty form."""
-    context = chromium.new_context()
-    page = Page(context, address)
-    files = {}
-    for template in BUILTIN:
-        if template.id not in MADE:
-            continue
-        page.use_builtin(template.name)
-        page.save_as(f"{template.id}.json")
-        files[template.id] = place / f"{template.id}.json"
-    assert page.complaints == []
-    context.close()
-    return files
-
-
-def test_each_template_is_saved_as_a_loadable_plan_of_the_expected_stage(saved):
-    plans = {name: DeepSpeedPlan.load(file) for name, file in saved.items()}
-    assert {name: plan.stage for name, plan in plans.items()} == {
-        "lowest": 2,
-        "sdxl-24": 2,
-        "sdxl-12": 2,
-        "sdxl-8": 2,
-        "nvme": 3,
-        "two-gpus": 3,
-    }
-    assert plans["nvme"].offload_optimizer_device == "nvme"
 
 
 def test_every_option_can_be_switched(page):
@@ -172,30 +137,6 @@ def test_messages_appear_beside_their_field(page):
     page.tab.fill("#config-gradient-clipping", "1")
     page.settle()
     assert beside.count() == 0
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ('{\n  "zero_optimization": {\n    "stage": 2\n    "aio": {}\n  }\n}', "Line 4, column 5"),
-        ("<script>alert(1)</script>", "Line 1, column 1"),
-    ],
-)  # fmt: skip
-def test_broken_text_is_explained_in_the_dialog(page, text, expected):
-    before = page.config()
-    page.open_text(text)
-    page.tab.locator("#open-error:not(:empty)").wait_for()
-    assert expected in page.tab.locator("#open-error").text_content()
-    page.tab.locator("#open-dialog [data-close]").click()
-    assert page.config() == before
-
-
-def test_a_broken_configuration_can_be_repaired_in_the_form(page):
-    page.open_text(json.dumps({**PLAN, "gradient_clipping": "much", "_note": "<b>ours</b>"}))
-    page.settle()
-    page.tab.locator("#config-gradient-clipping-messages .message").wait_for()
-    page.tab.fill("#config-gradient-clipping", "0.5")
-    assert page.config() == {**PLAN, "gradient_clipping": 0.5, "_note": "<b>ours</b>"}
 
 
 def test_a_button_makes_every_change_of_its_fix(page):

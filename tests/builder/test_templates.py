@@ -18,17 +18,22 @@ def test_the_page_lists_every_template(client):
 
 
 def test_every_built_in_template_fits_its_machine(client):
+    zero = {}
     for one in BUILTIN:
         body = {"id": one.id, "setup": {**CHOSEN, "lora": "4", "resolution": "64"}}
         used = client.post("/api/templates/use", json=body).json()
         shown = client.post("/api/preview", json={"state": used["state"]}).json()
         assert shown.get("runs"), (one, shown)
+        zero[one.id] = used["state"]["config"]["zero_optimization"]
         assert all(bar["fits"] for bar in shown["memory"]["bars"]), one
         # A template with a model replaces the workload that was planned before.
         subject = shown["memory"]["subject"]
         assert ("64 x 64" in subject) == (one.id == "lowest"), one
         assert ("rank 4" in subject) == (one.id == "lowest"), one
         assert ("rank 16" in subject) == ("lora" in one.id), one
+    whole = ("sdxl-24", "sdxl-12", "sdxl-8", "nvme", "two-gpus")
+    assert [zero[name]["stage"] for name in whole] == [2, 2, 2, 3, 3]
+    assert zero["nvme"]["offload_optimizer"]["device"] == "nvme"
     assert client.post("/api/templates/use", json={"id": "none"}).status_code == 422
 
 

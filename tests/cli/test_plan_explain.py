@@ -71,13 +71,6 @@ class TestWithoutAModel:
         assert explain(triple, "--world-size", "2") == 0
         assert explain(triple, "--world-size", "3") == 1
 
-    def test_a_missing_file_gives_one_line_and_status_2(self, tmp_path, capsys):
-        assert explain(str(tmp_path / "absent.json")) == 2
-
-        printed = capsys.readouterr()
-        assert printed.out == ""
-        assert len(printed.err.splitlines()) == 1
-
     @pytest.mark.parametrize(
         "option",
         [["--batch", "2"], ["--resolution", "512"], ["--frames", "9"], ["--chart", "a.png"],
@@ -167,13 +160,6 @@ class TestForAModel:
         }  # fmt: skip
         assert data["resolved"]["stage"] == 2
         assert data["estimate"]["places"]["device"]["peak"] > 2 * 1024**3
-
-    def test_ranks_share_the_host_memory(self, file, capsys):
-        assert explain(file(), "--family", "sdxl", *MACHINE, "--world-size", "2", "--json") == 0
-
-        data = json.loads(capsys.readouterr().out)
-        available = {one["place"]: one["available"] for one in data["fits"]}
-        assert available == {"device": 24 * 1024**3, "host": 64 * 1024**3}
 
     def test_a_card_gives_its_memory_and_rates(self, file, capsys):
         options = ("--family", "sdxl", "--card", "3090", "--ram", "256")
