@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ from tests.backend.acts import Net
 from tests.backend.test_step_state import loss_of, masters, same, start, train
 from tests.support.ranks import ranks
 from tests.support.runs import build
+from tests.support.sampling import nightly, sampled
 from zerotune.backend.deepspeed.external import master_weights_of
 from zerotune.errors import EngineError
 from zerotune.plan.plan import DeepSpeedPlan
@@ -39,7 +41,7 @@ WRITES: Final[dict[str, Write]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("name", sampled(WRITES, ("mul_", "out", "transposed", "half")))
 def test_a_write_to_the_data_of_a_partitioned_weight_is_refused_at_once(name: str) -> None:
     write = WRITES[name]
     with start("z3") as engine, start("z3") as reference:
@@ -79,7 +81,7 @@ def start_persistent() -> Any:
     return start_fp32(3, stage3_param_persistence_threshold=20)
 
 
-@pytest.mark.parametrize("kind", ["host", "z1", "z2", "z2 cpu", "z3"])
+@pytest.mark.parametrize("kind", ["host", "z2 cpu", "z3", *nightly("z1", "z2")])
 def test_a_write_through_data_is_found_before_the_step_in_any_weight(kind: str) -> None:
     with start_persistent() if kind == "z3" else start(kind) as engine:
         train(engine, 0)
@@ -96,7 +98,7 @@ def test_a_write_through_data_is_found_before_the_step_in_any_weight(kind: str) 
             assert engine.step().applied
 
 
-@pytest.mark.parametrize("kind", ["z1", "z2", "z2 cpu", "z3"])
+@pytest.mark.parametrize("kind", ["z1", "z3", *nightly("z2", "z2 cpu")])
 def test_replaced_data_are_refused_at_the_next_call_until_they_are_put_back(kind: str) -> None:
     with start_persistent() if kind == "z3" else start(kind) as engine:
         train(engine, 0)
@@ -129,8 +131,13 @@ def test_stage_0_refuses_a_transposed_weight_and_trains_a_replaced_one() -> None
         train(engine, 2)
 
 
-@pytest.mark.parametrize("how", ["replaced", "frozen", "tied"])
-@pytest.mark.parametrize("moment", ["forward", "backward", "step"])
+@pytest.mark.parametrize(
+    ("how", "moment"),
+    sampled(
+        itertools.product(("replaced", "frozen", "tied"), ("forward", "backward", "step")),
+        [("replaced", "forward"), ("frozen", "step"), ("tied", "backward")],
+    ),
+)
 def test_stage_3_refuses_weights_in_modules_that_it_does_not_gather_them_for(
     how: str, moment: str
 ) -> None:
