@@ -290,15 +290,10 @@ LAUNCHERS = {
 }
 
 
+# Nightly: each launcher imports torch in two to four processes.
+@pytest.mark.nightly
 @pytest.mark.deepspeed
-@pytest.mark.parametrize(
-    "name",
-    [
-        # Run the others nightly: accelerate starts torchrun, and other tests start plain Python.
-        pytest.param(name, marks=() if name == "accelerate" else pytest.mark.nightly)
-        for name in LAUNCHERS
-    ],
-)
+@pytest.mark.parametrize("name", LAUNCHERS)
 def test_the_same_script_runs_under_every_launcher(name: str, tmp_path: Path) -> None:
     command, port_option, world_size = LAUNCHERS[name]
     if port_option:

@@ -20,6 +20,7 @@ from tests.backend.act_runs import UNITS
 from tests.backend.acts import Net, Oops
 from tests.support.ranks import ranks
 from tests.support.runs import build
+from tests.support.sampling import nightly
 from zerotune import EmbeddedPlan
 from zerotune.ema import EMAShadow
 from zerotune.errors import EngineError, StepOrderError
@@ -543,10 +544,6 @@ def test_autocast_around_a_call_computes_as_in_torch():
             pair.check()
 
 
-def test_100_sequences_of_calls_do_what_torch_does_or_are_refused():
-    run(100)
-
-
-@pytest.mark.nightly
-def test_2000_sequences_of_calls_do_what_torch_does_or_are_refused():
-    run(2000)
+@pytest.mark.parametrize("count", [40, *nightly(2000)])
+def test_sequences_of_calls_do_what_torch_does_or_are_refused(count):
+    run(count)

@@ -39,7 +39,8 @@ def explained() -> str:
     return text
 
 
-@pytest.mark.slow
+# The suite runs its checks: tests/backend/test_proof.py and tests/device/test_proof.py.
+@pytest.mark.nightly
 @pytest.mark.deepspeed
 def test_a_cpu_proves_its_fast_paths_and_engines_report_it(cache: Path) -> None:
     assert proofs._run_command("cpu") is None

@@ -194,14 +194,10 @@ def trained(*arguments):
     return printed.getvalue()
 
 
+# tests/cli/test_train.py has such runs in the suite.
+@pytest.mark.nightly
 @pytest.mark.deepspeed
-@pytest.mark.parametrize(
-    "lora",
-    [
-        pytest.param((), marks=pytest.mark.nightly, id="all"),
-        pytest.param(("--lora", "2"), id="adapters"),
-    ],
-)
+@pytest.mark.parametrize("lora", [(), ("--lora", "2")], ids=["all", "adapters"])
 def test_the_run_trains_and_resumes(init, tmp_path, lora):
     model, where = pipelines.sdxl(tmp_path / "model"), tmp_path / "run"
     tiny = ("--model", str(model), "--resolution", "16", "--steps", "2")

@@ -22,6 +22,7 @@ from tests.ema.test_shadow import move, weights
 from tests.support.models import HostileNet, WideNet
 from tests.support.ranks import run_ranks
 from tests.support.runs import PLAIN, Case, start
+from tests.support.sampling import nightly
 from zerotune.checkpoint import load_checkpoint, save_checkpoint
 from zerotune.ema import EMAShadow, EMAShadows, FileStore
 from zerotune.ema import file as module
@@ -282,10 +283,9 @@ STAGE_3 = Case(stage=3, offload="cpu", overrides=(("sub_group_size", 100_000),))
 @pytest.mark.parametrize(
     ("case", "world_size"),
     [
-        pytest.param(PLAIN, 1, id="plain"),
-        pytest.param(BF16, 1, id="stage 2", marks=pytest.mark.nightly),
-        pytest.param(HIDDEN, 1, id="hidden"),
-        pytest.param(STAGE_3, 2, id="stage 3, two ranks"),
+        (HIDDEN, 1),
+        (STAGE_3, 2),
+        *nightly((PLAIN, 1), (BF16, 1)),
     ],
 )
 def test_an_ema_on_disk_equals_one_in_memory_on_deepspeeds_engines(case, world_size, tmp_path):
@@ -326,11 +326,13 @@ def both_on_stream(run: Run, folder: str) -> None:
 @pytest.mark.parametrize(
     ("optimizer", "clipping", "world_size"),
     [
-        ("AdamW", 1.0, 1),
-        pytest.param("AdamWBF16States", 0.0, 1, marks=pytest.mark.nightly),
-        pytest.param("AdamW8BitStates", 1.0, 1, marks=pytest.mark.nightly),
-        pytest.param("AdamW", 0.0, 2, marks=pytest.mark.nightly),
         ("AdamW8BitStates", 0.0, 2),
+        *nightly(
+            ("AdamW", 1.0, 1),
+            ("AdamWBF16States", 0.0, 1),
+            ("AdamW8BitStates", 1.0, 1),
+            ("AdamW", 0.0, 2),
+        ),
     ],
 )
 def test_an_ema_on_disk_equals_one_in_memory_on_the_streamed_engine(

@@ -25,6 +25,8 @@ def check(results: list[dict[str, Any]], *, sharded: bool, partitioned: bool = F
         }
 
 
+# An engine's ranks do so in the suite.
+@pytest.mark.nightly
 def test_the_ema_follows_an_accelerate_loop_on_two_processes(tmp_path):
     folder = str(tmp_path / "ema")
     check(run_ranks(follow_loop, "accelerate", None, folder, world_size=2), sharded=False)

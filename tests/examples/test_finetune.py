@@ -20,6 +20,7 @@ from PIL import Image
 from tests.examples.test_examples import fits_a_screen, saying
 from tests.support import pipelines
 from tests.support.ranks import free_port, run_ranks
+from tests.support.sampling import nightly
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PHOTOS = {
@@ -80,10 +81,8 @@ def test_command_line_options_override_the_plan():
 @pytest.mark.parametrize(
     ("model", "chosen", "ranks"),
     [
-        pytest.param("sd15", "sdxl", 1, marks=pytest.mark.nightly),
         ("sd3", "sd3", 2),
-        pytest.param("sdxl", "sdxl", 2, marks=pytest.mark.nightly),
-        pytest.param("sd3", "sd3", 1, marks=pytest.mark.nightly),
+        *nightly(("sd15", "sdxl", 1), ("sdxl", "sdxl", 2), ("sd3", "sd3", 1)),
     ],
 )
 def test_all_weights_are_trained_and_the_pipeline_loads(
@@ -109,8 +108,7 @@ def test_all_weights_are_trained_and_the_pipeline_loads(
     ("model", "chosen", "ranks"),
     [
         ("sdxl", "sdxl-lora", 1),
-        pytest.param("flux", "flux-lora", 1, marks=pytest.mark.nightly),
-        pytest.param("flux", "flux-lora", 2, marks=pytest.mark.nightly),
+        *nightly(("flux", "flux-lora", 1), ("flux", "flux-lora", 2)),
     ],
 )
 def test_adapters_are_trained_and_load_in_the_pipeline(
@@ -229,7 +227,8 @@ def run_and_stop(commands: list[tuple[list[str], int | None]]) -> list[tuple[lis
 
 
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_the_pixel_art_script_trains_and_the_pipeline_loads(ranks, models, photos, tmp_path):
     arguments = [str(models("sdxl")), str(photos), str(tmp_path), *SMALL, "--side", "16"]
     (losses, *_) = run_ranks(run, "pixel_art", arguments, world_size=ranks)

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.memory import TINY
+from tests.support.sampling import nightly
 from tools.fake_device import (
     KINDS,
     Event,
@@ -27,12 +28,12 @@ OVER, UNDER = 0.05, 0.03
 """Tolerance of the memory model above and below the counted bytes."""
 
 IN_THE_SUITE = [
-    ("sd15", 512, 4, KINDS[0]),
     # Most tensors are too small to be offloaded, which must not extend the prefetch.
     ("sd15", 128, 8, KINDS[2]),
-    ("wan-1.3b", 256, 4, KINDS[1]),
 ]
 LARGER = [
+    ("sd15", 512, 4, KINDS[0]),
+    ("wan-1.3b", 256, 4, KINDS[1]),
     ("flux2-klein-4b", 1024, 1, KINDS[2]),
     ("sdxl", 1024, 8, KINDS[2]),
     ("sdxl", 128, 8, KINDS[1]),
@@ -40,7 +41,7 @@ LARGER = [
     ("flux", 1024, 2, KINDS[2]),
     ("z-image", 1024, 1, KINDS[1]),
 ]
-DIAGONAL = [*IN_THE_SUITE, *(pytest.param(*one, marks=pytest.mark.nightly) for one in LARGER)]
+DIAGONAL = [*IN_THE_SUITE, *nightly(*LARGER)]
 """A selection of families, sizes and kinds; ``python -m tools.fake_device`` runs all."""
 
 

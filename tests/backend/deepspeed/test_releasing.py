@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.ranks import free_port, run_ranks
 from tests.support.runs import build
+from tests.support.sampling import nightly, sampled
 from zerotune.errors import EngineError
 from zerotune.plan.plan import DeepSpeedPlan
 
@@ -103,7 +104,7 @@ KINDS = (
     *("trained", "adapters", "partly frozen", "tied"),
     *("called twice", "adapters called twice", "unused output"),
 )
-IN_THE_SUITE = ("tied", "called twice", "unused output")
+IN_THE_SUITE = ("called twice",)
 RECOMPUTED = ("kept", "recomputed", "reentrant")
 
 
@@ -247,13 +248,7 @@ def check_on_nvme(kind: str) -> None:
 
 @pytest.mark.deepspeed
 @pytest.mark.nvme
-@pytest.mark.parametrize(
-    "kind",
-    [
-        kind if kind in IN_THE_SUITE else pytest.param(kind, marks=pytest.mark.nightly)
-        for kind in KINDS
-    ],
-)
+@pytest.mark.parametrize("kind", sampled(KINDS, IN_THE_SUITE))
 def test_weights_on_nvme_train_as_in_host_memory_with_the_fewest_buffers(kind, tmp_path):
     run_ranks(check_on_nvme, kind, env={"SWAP": str(tmp_path)})
 
@@ -273,12 +268,11 @@ def test_weights_on_nvme_of_two_ranks_train_as_in_host_memory_with_accumulation(
 @pytest.mark.parametrize(
     ("kind", "recomputed", "most"),
     [
-        ("trained", "kept", 1),
         # When the next backward pass of a block's layers begins, the last layer's is over.
         ("trained", "recomputed", 3),
-        ("adapters", "kept", 1),
         # The frozen weights whose input needs no gradient are not kept.
         ("adapters", "reentrant", 2),
+        *nightly(("trained", "kept", 1), ("adapters", "kept", 1)),
     ],
 )
 def test_weights_in_host_memory_stay_gathered_only_while_they_are_needed(kind, recomputed, most):

@@ -119,8 +119,9 @@ print(folder / "tiny.o")
 
 @needs_tools
 @pytest.mark.slow
-# Nightly: that each environment has a folder of its own, which another test proves for its path.
-@pytest.mark.parametrize("shared", [True, pytest.param(False, marks=pytest.mark.nightly)])
+# Nightly: another test proves that each environment has a folder of its own.
+@pytest.mark.nightly
+@pytest.mark.parametrize("shared", [True, False])
 def test_two_environments_recompile_in_turns_only_in_a_folder_that_the_user_set(
     shared: bool, tmp_path: Path
 ) -> None:
