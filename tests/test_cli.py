@@ -141,21 +141,6 @@ class TestMain:
         talker.stderr.close()
 
 
-def test_parsing_arguments_loads_nothing_heavy():
-    script = (
-        "import sys\n"
-        "from zerotune import cli\n"
-        "cli._parser().parse_args(['doctor'])\n"
-        "print([m for m in ('torch', 'deepspeed', 'rich') if m in sys.modules])\n"
-    )
-
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-
-    assert done.stdout.strip() == "[]"
-
-
 TOOLCHAIN = Toolchain(
     cxx=Tool(path="/usr/bin/c++", version="12.2.0"),
     nvcc=None,

@@ -13,18 +13,6 @@ from tests.support.needs import needs
 from zerotune.cli import main
 
 
-def test_the_help_imports_no_server():
-    code = (
-        "import sys; from zerotune.cli import main\n"
-        "try: main(['builder', '--help'])\n"
-        "except SystemExit: pass\n"
-        "print({'starlette', 'uvicorn', 'jinja2', 'torch'} & sys.modules.keys())"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.endswith("set()\n")
-    assert "--no-browser" in done.stdout
-
-
 def test_a_port_in_use_is_reported(capsys):
     needs("uvicorn")
     with socket.socket() as taken:
