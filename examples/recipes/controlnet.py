@@ -34,7 +34,8 @@ from zerotune.diffusion.models.pipeline import (
     call_cast,
     pipeline_class,
 )
-from zerotune.diffusion.models.pipeline_family import REFERENCES, PipelineFamily
+from zerotune.diffusion.models.pipeline_family import PipelineFamily
+from zerotune.diffusion.models.pipeline_inputs import REFERENCES
 from zerotune.diffusion.models.stable_diffusion import StableDiffusion3, StableDiffusionXL
 from zerotune.diffusion.pretrained import Pretrained
 from zerotune.errors import DataError, InvalidValueError

@@ -34,7 +34,8 @@ from zerotune.diffusion.models.family import (
     parameters_of,
 )
 from zerotune.diffusion.models.pipeline import FrozenParts, pipeline_class
-from zerotune.diffusion.models.pipeline_family import REFERENCES, PipelineFamily
+from zerotune.diffusion.models.pipeline_family import PipelineFamily
+from zerotune.diffusion.models.pipeline_inputs import REFERENCES
 from zerotune.diffusion.models.reading import ReadingFamily
 from zerotune.errors import DataError
 from zerotune.training import SaveEvery, ValidationImages
