@@ -127,15 +127,9 @@ class SaveEvery(Callback):
             self._prune(trainer)
 
     def _save(self, trainer: RunView) -> None:
-        self._confirm(trainer)
         trainer.save(step_folder(self._root, trainer.step))
         self._prune(trainer)
         self._since = time.monotonic()
-
-    def _confirm(self, trainer: RunView) -> None:
-        """Check that the folder still belongs to this run."""
-        confirm = (lambda: None) if self._hold is None else self._hold.confirm
-        together(trainer.engine.group, f"saving in {self._root}", confirm)
 
     def _prune(self, trainer: RunView) -> None:
         if (keep := self._keep) is not None:
@@ -190,7 +184,6 @@ class SaveEveryInBackground(SaveEvery):
 
     def _save(self, trainer: RunView) -> None:
         self._settle(trainer)
-        self._confirm(trainer)
         if self._saver is None:
             self._saver = BackgroundSaver(engine=trainer.engine, timeout_s=trainer.timeout_s)
         pending = self._saver.save(
