@@ -11,7 +11,7 @@ from tests.support.ranks import RanksFailed, run_ranks
 from tests.training import diagnosed
 from zerotune.errors import InvalidValueError
 from zerotune.training import Watchdog
-from zerotune.training.watchdog import EXIT_CODE, Beat, Position, _message, _stuck
+from zerotune.training.watchdog import EXIT_CODE, _message
 
 
 def logs(folder):
@@ -48,29 +48,16 @@ def test_a_slow_rank_that_makes_progress_is_not_reported():
     assert len(first) == 3
 
 
-def beat(rank, still, *, phase="forward", module="a.b", step=12, **changes):
-    position = Position(step=step, phase=phase, module=module)
-    return Beat(rank=rank, position=position, still_s=still, **changes)
-
-
-def test_no_rank_is_stuck_while_one_moves_or_none_is_in_a_step():
-    assert _stuck([beat(0, 9), beat(1, 9)], 8, 2)
-    assert not _stuck([beat(0, 9), beat(1, 2)], 8, 2)
-    assert not _stuck([beat(0, 9)], 8, 2), "the other has not begun"
-    assert not _stuck([beat(0, 9, phase=None), beat(1, 9, phase=None)], 8, 2), "a checkpoint"
-    assert _stuck([beat(0, 9), beat(1, 0, done=True)], 8, 2), "the other has left"
-
-
 def test_messages_name_every_rank():
-    apart = [beat(0, 9, phase="optimizer", module=None), beat(1, 9)]
-    text = _message(apart, 2, 8)
-    assert "rank 0 is in optimizer at step 12, for 9 s" in text
-    assert "rank 1 is in forward of a.b at step 12, for 9 s" in text
-    assert "different points" in text
-    assert "raise Watchdog(timeout_s=...)" in _message([beat(0, 9), beat(1, 9)], 2, 8)
-    failed = _message([beat(0, 9), beat(1, 0, failed="ValueError: no")], 2, 8)
-    assert failed.startswith("rank 1 failed, and the other ranks are waiting")
-    assert "rank 1 failed: ValueError: no; it was in forward of a.b at step 12" in failed
+    where = "rank 0 is in optimizer at step 12, for 9 s; rank 1 is in forward of a.b, for 9 s"
+    stuck = _message(where, lost=[], timeout_s=8)
+    assert stuck.startswith(f"no progress for 8 s: {where}. ")
+    assert "raise Watchdog(timeout_s=...)" in stuck
+    failed = _message(where, lost=[], timeout_s=None)
+    assert failed == f"a rank failed or makes no progress, and the other ranks are waiting: {where}"
+    lost = _message(where, lost=[1, 2], timeout_s=8)
+    assert lost.startswith("rank 1 and rank 2 stopped or exited without an error")
+    assert "kill -CONT" in lost
 
 
 def test_a_timeout_that_is_not_positive_is_refused():

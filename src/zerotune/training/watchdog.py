@@ -2,26 +2,25 @@
 
 If ranks run different modules, or different numbers of forward passes, a collective never
 completes. Without a watchdog the job occupies its GPUs until the collective times out with a
-message that names no module. On each rank a thread periodically reads the training thread's stack
-and writes the current module and line to the process group's store. Writing to the store needs no
-collective.
+message that names no module. On each rank a thread periodically reads the training thread's stack.
+A rank that makes no progress writes its position to the process group's store, where the others
+read it, and ends. Writing to the store needs no collective.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Final
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-import attrs
 import torch
 
 from zerotune._util.proc import ENDED
@@ -37,6 +36,8 @@ if TYPE_CHECKING:
     from zerotune.training.view import RunView
 
 
+T = TypeVar("T")
+
 logger = logging.getLogger("zerotune")
 
 EXIT_CODE: Final = 75
@@ -47,41 +48,12 @@ _GRACE_S: Final = 10.0
 handled."""
 _STORE_ANSWER_S: Final = 3.0
 """Timeout of store requests; a store whose host process is stopped never answers."""
-_SILENT_BEATS: Final = 3
-"""Heartbeats that may be missed before a rank counts as silent."""
 _watch_numbers = itertools.count()
 _HOLDERS: Final = ("self", "module", "sub_module", "param")
 """Names of local variables in which torch and DeepSpeed hold the current module or parameter."""
 
 
 # -- Where a process is in its work.
-
-
-@attrs.frozen(kw_only=True)
-class Position:
-    """Step, phase and module of one rank."""
-
-    step: int
-    """The current optimizer step, counted from 1."""
-    phase: str | None
-    """``"data"``, ``"forward"``, ``"backward"``, ``"optimizer"``, ``"ema"``; ``None`` between
-    phases."""
-    module: str | None
-    """Dotted name of the innermost running module; ``None`` if no module is running."""
-    line: str = ""
-    """File, line and function that the training thread is executing."""
-
-    def __str__(self) -> str:
-        if self.phase is None:
-            words = f"is between the phases of step {self.step}"
-        elif self.module is None:
-            words = f"is in {self.phase} at step {self.step}"
-        else:
-            words = f"is in {self.phase} of {self.module} at step {self.step}"
-        return f"{words} ({self.line})" if self.line else words
-
-    def _was(self) -> str:
-        return str(self).replace("is ", "was ", 1)
 
 
 def names_of(model: torch.nn.Module) -> dict[int, str]:
@@ -97,9 +69,7 @@ def names_of(model: torch.nn.Module) -> dict[int, str]:
     return names
 
 
-def look(
-    names: Mapping[int, str], *, step: int, phase: str | None, thread: int
-) -> tuple[Position, int]:
+def look(names: Mapping[int, str], *, step: int, phase: str | None, thread: int) -> tuple[str, int]:
     """Return what a thread is executing, and a number that changes as the thread makes progress.
 
     If the thread runs no module, the stacks of other threads are searched, because autograd runs
@@ -107,8 +77,8 @@ def look(
 
     Args:
         names: Result of ``names_of``.
-        step: The current optimizer step.
-        phase: The current phase.
+        step: The current optimizer step, counted from 1.
+        phase: The current phase; ``None`` between phases.
         thread: Identifier of the training thread.
     """
     frames = sys._current_frames()
@@ -118,30 +88,35 @@ def look(
     for ident, frame in frames.items():
         if module is None and ident not in (thread, watcher):
             module = _module_at_work(list(_outwards(frame)), names)
-    position = Position(step=step, phase=phase, module=module, line=_line(stack))
-    return position, hash(tuple((frame.f_code, frame.f_lasti) for frame in stack))
+    mark = hash((step, phase, *((frame.f_code, frame.f_lasti) for frame in stack)))
+    return _place(stack, module, step=step, phase=phase), mark
 
 
 def look_back(
     error: BaseException, names: Mapping[int, str], *, step: int, phase: str | None
-) -> Position:
-    """Return the position where an exception was raised.
+) -> str:
+    """Return where an exception was raised.
 
     Args:
         error: The exception.
         names: Result of ``names_of``.
-        step: The current optimizer step.
-        phase: The current phase.
+        step: The current optimizer step, counted from 1.
+        phase: The current phase; ``None`` between phases.
     """
-    trace: TracebackType | None = error.__traceback__
-    frames = []
-    while trace is not None:
-        frames.append(trace.tb_frame)
-        trace = trace.tb_next
-    inwards = frames[::-1]
-    return Position(
-        step=step, phase=phase, module=_module_at_work(inwards, names), line=_line(inwards)
-    )
+    stack = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
+    return _place(stack, _module_at_work(stack, names), step=step, phase=phase)
+
+
+def _place(stack: list[FrameType], module: str | None, *, step: int, phase: str | None) -> str:
+    """Return step, phase, module, and the file and line of a stack, innermost frame first."""
+    words = f"between the phases of step {step}"
+    if phase is not None:
+        words = f"in {phase}{'' if module is None else f' of {module}'} at step {step}"
+    if not stack:
+        return words
+    code = stack[0].f_code
+    file = "/".join(code.co_filename.split("/")[-2:])
+    return f"{words} ({file}:{stack[0].f_lineno} in {code.co_name})"
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
@@ -159,69 +134,21 @@ def _module_at_work(stack: list[FrameType], names: Mapping[int, str]) -> str | N
     return None
 
 
-def _line(stack: list[FrameType]) -> str:
-    if not stack:
-        return ""
-    frame = stack[0]
-    file = "/".join(frame.f_code.co_filename.split("/")[-2:])
-    return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
-
-
-# -- Heartbeats between ranks, and how the watchdog reacts to them.
-
-
-@attrs.frozen(kw_only=True)
-class Beat:
-    """The last heartbeat of one rank."""
-
-    rank: int
-    position: Position
-    still_s: float
-    """Seconds since the rank last made progress."""
-    failed: str | None = None
-    """Exception that ended ``fit`` on the rank."""
-    let_down: bool = False
-    """Whether the exception in ``failed`` only reports another rank's failure."""
-    done: bool = False
-    """Whether ``fit`` has ended on the rank."""
-    pulse: int = 0
-    """Number of heartbeats sent; it stops growing if the process is stopped or killed."""
-    gone: str | None = None
-    """Why a rank is considered lost; ``None`` while the rank sends heartbeats."""
-
-    def __str__(self) -> str:
-        if self.gone is not None:
-            return f"rank {self.rank} {self.gone}; it {self.position._was()}"
-        if self.failed is not None:
-            verb = "gave up" if self.let_down else "failed"
-            return f"rank {self.rank} {verb}: {self.failed}; it {self.position._was()}"
-        if self.done:
-            return f"rank {self.rank} left fit after step {self.position.step - 1}"
-        return f"rank {self.rank} {self.position}, for {self.still_s:.0f} s"
-
-    def _aged(self, *, silent_s: float, ended: str | None, interval_s: float) -> Beat:
-        """Return the beat, marked as lost if the process ended or its heartbeats stopped."""
-        if self.done or (ended is None and silent_s < _SILENT_BEATS * interval_s + _STORE_ANSWER_S):
-            return self
-        return attrs.evolve(
-            self,
-            still_s=self.still_s + silent_s,
-            gone=ended or f"sent its last heartbeat {silent_s:.0f} s ago",
-        )
+# -- What the watchdog does.
 
 
 class Watchdog(Callback):
-    """Ends all ranks if no rank makes progress, and logs each rank's step, phase and module.
+    """Ends a rank that makes no progress in a step, and logs each rank's step, phase and module.
 
     The watchdog adds no hooks to the model and no work to the training thread. A separate thread
-    reads the stacks of the other threads a few times per timeout period. If a rank fails, the
-    watchdog ends the other ranks about ten seconds later. A killed or stopped rank is detected by
-    its missing heartbeats and, on the same machine, by the state of its process.
+    reads the stacks of the other threads a few times per timeout period. If a rank fails, or its
+    process on the same machine is killed, the watchdog ends the other ranks about ten seconds
+    later. A rank that says nothing by then, such as a stopped one, is named.
 
     Args:
-        timeout_s: The run ends if no rank makes progress for this many seconds while at least one
-            rank is in a step. ``None`` uses four fifths of the trainer's ``timeout_s``, so that the
-            watchdog reports before a collective times out.
+        timeout_s: A rank ends if it makes no progress for this many seconds while it is in a step.
+            ``None`` uses four fifths of the trainer's ``timeout_s``, so that the watchdog reports
+            before a collective times out.
         end: Function that is called on each rank with the watchdog's message. By default the
             message is logged and the process ends, because Python cannot interrupt a thread that
             waits in a collective.
@@ -271,176 +198,128 @@ class _Watch:
     def __init__(self, trainer: RunView, *, timeout_s: float, end: Callable[[str], None]) -> None:
         self._trainer, self._end, self._timeout_s = trainer, end, timeout_s
         self._interval_s = min(_SLOWEST_S, timeout_s / 8)
-        self._rank = trainer.engine.group.rank
-        self._world = trainer.engine.group.world_size
+        self._group = trainer.engine.group
+        self._rank, self._world = self._group.rank, self._group.world_size
+        self._own = ""
         self._names = names_of(trainer.engine.module)
         self._thread = threading.get_ident()
-        self._group = trainer.engine.group
         self._store, self._asking = own_store(), Asking()
-        self._heard: dict[int, tuple[Beat, float]] = {}
-        self._pulse = 0
         # All ranks create their watches in the same order, so their keys match.
         self._prefix = f"zerotune/watchdog/{next(_watch_numbers)}"
-        self._mark = 0
-        self._moved_at = time.monotonic()
         self._over = threading.Event()
         self._ending = False
-        self._meet()
         self._watcher = threading.Thread(target=self._run, name="zerotune-watchdog", daemon=True)
         self._watcher.start()
 
     def stop(self, error: BaseException | None) -> None:
         self._over.set()
         # Let a watcher that is ending the process finish: this error only follows another's end.
-        self._watcher.join(timeout=_GRACE_S if self._ending else 2 * self._interval_s)
-        from torch.distributed.elastic.multiprocessing.api import SignalException
-
-        position = self._look()
-        if error is not None:
-            position = look_back(error, self._names, step=position.step, phase=position.phase)
-        beat = Beat(
-            rank=self._rank,
-            position=position,
-            still_s=0,
-            failed=None if error is None else f"{type(error).__name__}: {str(error)[:300]}",
-            # torchrun terminates the remaining ranks once one has failed.
-            let_down=isinstance(error, CollectiveError | SignalException)
-            or getattr(error, "rank", None) is not None,
-            done=True,
-        )
-        if not self._asking.waits:
-            self._exchange(beat)
-        if error is not None:
-            others = [other for other in self._beats() if other.rank != self._rank]
-            logger.error("%s", "; ".join(str(one) for one in (beat, *others)))
-
-    def _meet(self) -> None:
-        """Wait for the first heartbeat of every rank before any rank takes a step.
-
-        If rank 0 hosts the store and is lost in its first steps, heartbeats can no longer be read.
-        """
-        deadline = time.monotonic() + _GRACE_S
-        while True:
-            self._exchange(Beat(rank=self._rank, position=self._look(), still_s=0))
-            if len(self._heard) == self._world or time.monotonic() >= deadline:
-                return
-            time.sleep(min(0.02, self._interval_s))
+        self._watcher.join(timeout=4 * _GRACE_S if self._ending else 2 * self._interval_s)
+        step, phase = self._trainer.step + 1, self._trainer.phase
+        if error is None:
+            self._say(f"left fit after step {step - 1}")
+            return
+        verb = "gave up" if _is_let_down(error) else "failed"
+        place = look_back(error, self._names, step=step, phase=phase)
+        self._say(f"{verb}: {type(error).__name__}: {str(error)[:300]}; it was {place}", ends=True)
+        words, _ = self._words()
+        own = words.pop(self._rank)
+        logger.error("%s", "; ".join((own, *words.values())))
 
     def _run(self) -> None:
-        failed_since: float | None = None
+        failed_at, mark, moved_at = None, 0, time.monotonic()
         while not self._over.wait(self._interval_s):
-            position = self._look()
-            still = time.monotonic() - self._moved_at
-            called = self._exchange(Beat(rank=self._rank, position=position, still_s=still))
-            beats = self._beats()
-            lost = any(beat.failed or (beat.gone or "").startswith(ENDED) for beat in beats)
-            failed_since = (failed_since or time.monotonic()) if lost else None
-            waited = time.monotonic() - failed_since if failed_since else 0.0
-            patience = min(_GRACE_S, self._timeout_s)
-            if called or _stuck(beats, self._timeout_s, self._world) or waited > patience:
-                self._finish(beats)
+            step, phase = self._trainer.step + 1, self._trainer.phase
+            place, now = look(self._names, step=step, phase=phase, thread=self._thread)
+            if now != mark:
+                mark, moved_at = now, time.monotonic()
+            still = time.monotonic() - moved_at
+            stuck = phase is not None and still >= self._timeout_s
+            if failed_at is None and self._is_ending():
+                failed_at = time.monotonic()
+            waited = 0.0 if failed_at is None else time.monotonic() - failed_at
+            if stuck or waited > min(_GRACE_S, self._timeout_s):
+                self._finish(f"is {place}, for {still:.0f} s", stuck=stuck)
                 return
 
-    def _finish(self, beats: list[Beat]) -> None:
+    def _is_ending(self) -> bool:
+        """Return whether a rank has failed or ends the run, or its process has ended."""
+        if any(state.startswith(ENDED) for state in self._group.ended().values()):
+            return True
+        return bool(self._ask(lambda: self._store.check([f"{self._prefix}/end"])))
+
+    def _finish(self, word: str, *, stuck: bool) -> None:
         if self._over.is_set():
             return
         self._ending = True
-        message = _message(beats, self._world, self._timeout_s)
-        # The first rank to exit would break the others' connections, and rank 0 may host the store.
-        # So all ranks must know about the end before any rank exits.
-        waiting = 4 * self._interval_s
-        ready = [f"{self._prefix}/end/{b.rank}" for b in beats if not b.done and b.gone is None]
+        self._say(word, ends=True)
+        # The others find the end at their next look, and have their own patience.
+        deadline = time.monotonic() + min(_GRACE_S, self._timeout_s) + 4 * self._interval_s
+        words, lost = self._words()
+        while len(words) < self._world and time.monotonic() < deadline:
+            time.sleep(self._interval_s / 8)
+            words, lost = self._words()
+        # The first rank to exit breaks the others' connections, and rank 0 may host the store.
+        time.sleep(self._interval_s)
+        words |= {rank: f"rank {rank} does not answer" for rank in lost if rank not in words}
+        where = "; ".join(words[rank] for rank in sorted(words))
+        self._end(_message(where, lost=lost, timeout_s=self._timeout_s if stuck else None))
 
-        def meet() -> None:
-            self._store.set(f"{self._prefix}/end", "now")
-            self._store.set(f"{self._prefix}/end/{self._rank}", "ready")
-            deadline = time.monotonic() + waiting
-            while time.monotonic() < deadline and not self._store.check(ready):
-                time.sleep(self._interval_s / 8)
+    def _say(self, word: str, *, ends: bool = False) -> None:
+        """Write to the store what this rank does, and whether the others are to end too."""
+        self._own = f"rank {self._rank} {word}"
+        notes = {f"{self._prefix}/{self._rank}": self._own}
+        if ends:
+            notes[f"{self._prefix}/end"] = "now"
+        self._ask(lambda: [self._store.set(key, note) for key, note in notes.items()])
 
-        self._asking.ask(meet, seconds=waiting + 1)
-        self._end(message)
-
-    def _exchange(self, mine: Beat) -> bool:
-        """Exchange heartbeats with the other ranks; return whether a rank ends the run."""
-        self._pulse += 1
-        mine = attrs.evolve(mine, pulse=self._pulse)
+    def _words(self) -> tuple[dict[int, str], list[int]]:
+        """Return what is known of each rank, and the ranks that say nothing themselves."""
         keys = {rank: f"{self._prefix}/{rank}" for rank in range(self._world)}
 
-        def exchange() -> tuple[dict[int, Beat], bool]:
-            self._store.set(keys[self._rank], json.dumps(attrs.asdict(mine)))
-            answered = {rank: key for rank, key in keys.items() if self._store.check([key])}
-            fields = {rank: json.loads(self._store.get(key)) for rank, key in answered.items()}
-            beats = {
-                rank: Beat(**each | {"position": Position(**each["position"])})
-                for rank, each in fields.items()
-            }
-            return beats, bool(self._store.check([f"{self._prefix}/end"]))
+        def read() -> dict[int, str]:
+            there = {rank: key for rank, key in keys.items() if self._store.check([key])}
+            return {rank: self._store.get(key).decode() for rank, key in there.items()}
 
-        heard, called = self._asking.ask(exchange, seconds=_STORE_ANSWER_S) or ({}, False)
-        for rank, beat in (heard | {self._rank: mine}).items():
-            if rank not in self._heard or self._heard[rank][0].pulse != beat.pulse:
-                self._heard[rank] = beat, time.monotonic()
-        return called
+        said = (self._ask(read) or {}) | {self._rank: self._own}
+        states = {rank: f"rank {rank} {state}" for rank, state in self._group.ended().items()}
+        return states | said, [rank for rank in keys if rank not in said]
 
-    def _beats(self) -> list[Beat]:
-        """Return the last heartbeat of every rank, with lost ranks marked."""
-        now, ended = time.monotonic(), self._group.ended()
-        return [
-            beat._aged(silent_s=now - heard, ended=ended.get(rank), interval_s=self._interval_s)
-            for rank, (beat, heard) in sorted(self._heard.items())
-        ]
-
-    def _look(self) -> Position:
-        trainer = self._trainer
-        position, mark = look(
-            self._names, step=trainer.step + 1, phase=trainer.phase, thread=self._thread
-        )
-        mark = hash((mark, position.step, position.phase))
-        if mark != self._mark:
-            self._mark, self._moved_at = mark, time.monotonic()
-        return position
+    def _ask(self, question: Callable[[], T]) -> T | None:
+        """Ask the store; return ``None`` at once if it has not answered an earlier question."""
+        if self._asking.waits:
+            return None
+        return self._asking.ask(question, seconds=_STORE_ANSWER_S)
 
 
-def _stuck(beats: list[Beat], timeout_s: float, world: int) -> bool:
-    """Return whether no rank makes progress although a rank is in a step.
+def _is_let_down(error: BaseException) -> bool:
+    """Return whether an error only reports another rank's failure."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
 
-    A rank that writes a checkpoint or samples images is in no step; while the others wait for it in
-    a step, it makes progress.
+    # torchrun terminates the remaining ranks once one has failed.
+    ended = isinstance(error, CollectiveError | SignalException)
+    return ended or getattr(error, "rank", None) is not None
+
+
+def _message(where: str, *, lost: Sequence[int], timeout_s: float | None) -> str:
+    """Return the watchdog's message.
+
+    Args:
+        where: What each rank does.
+        lost: Ranks that say nothing.
+        timeout_s: Seconds without progress; ``None`` if another rank ends the run.
     """
-    stepping = any(beat.position.phase and not beat.done for beat in beats)
-    return (
-        len(beats) == world
-        and stepping
-        and all(beat.done or beat.still_s >= timeout_s for beat in beats)
-    )
-
-
-def _message(beats: list[Beat], world: int, timeout_s: float) -> str:
-    failed = [beat for beat in beats if beat.failed and not beat.let_down]
-    gone = [beat for beat in beats if beat.gone]
-    where = "; ".join(str(beat) for beat in beats)
-    if failed:
-        return f"{_rank_names(failed)} failed, and the other ranks are waiting: {where}"
-    if gone:
+    if lost:
+        names = " and ".join(f"rank {rank}" for rank in lost)
         return (
-            f"{_rank_names(gone)} stopped or exited without an error, and the other ranks "
-            f"are waiting: {where}. Check the kernel log for an out-of-memory kill; "
-            "`kill -CONT` continues a stopped process."
+            f"{names} stopped or exited without an error, and the other ranks are waiting: "
+            f"{where}. Check the kernel log for an out-of-memory kill; `kill -CONT` continues a "
+            "stopped process."
         )
-    if any(beat.let_down for beat in beats):
-        return f"a rank failed, and the other ranks are waiting: {where}"
-    places = {(beat.position.step, beat.position.phase, beat.position.module) for beat in beats}
-    why = (
-        "The ranks are at different points: all ranks must run the same modules in the same order. "
-        "Check for branches that depend on the rank or the data, and for unequal numbers of "
-        "batches."
-        if len(places) > 1 or any(beat.done for beat in beats)
-        else "All ranks are at the same point, and the work there takes longer than the timeout. "
-        "Check the network and the disks, or raise Watchdog(timeout_s=...)."
+    if timeout_s is None:
+        return f"a rank failed or makes no progress, and the other ranks are waiting: {where}"
+    return (
+        f"no progress for {timeout_s:g} s: {where}. If the ranks are at different points, check "
+        "for branches that depend on the rank or the data, and for unequal numbers of batches; "
+        "otherwise check the network and the disks, or raise Watchdog(timeout_s=...)."
     )
-    return f"no rank has made progress for {timeout_s:g} s (world size {world}): {where}. {why}"
-
-
-def _rank_names(beats: list[Beat]) -> str:
-    return " and ".join(f"rank {beat.rank}" for beat in beats)
