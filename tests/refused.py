@@ -12,13 +12,12 @@ import torch
 from tests.offload.plans import swapping_plan
 from tests.training.faulty import small
 from zerotune.checkpoint import RootHold, export_pipeline
-from zerotune.checkpoint.conversion import convert
 from zerotune.checkpoint.export.model import export_checkpoint
 from zerotune.checkpoint.folders import verify_checkpoint
 from zerotune.diffusion.data import ImageFolder
 from zerotune.diffusion.data.cache import CacheSettings, TensorCache
 from zerotune.diffusion.data.images import write_broken
-from zerotune.ema import EMAModel, EMAShadow, FileStore
+from zerotune.ema import EMAShadow, FileStore
 from zerotune.errors import ZeroTuneError
 from zerotune.offload import OffloadManager, cleanup_stale_swap
 from zerotune.offload.lease import find_leases
@@ -36,7 +35,6 @@ def reading(trainer: Trainer, root: Path) -> dict[str, Work]:
         "roll back": lambda path: trainer.roll_back(path, reason="a test"),
         "verify": verify_checkpoint,
         "export a checkpoint": lambda path: export_checkpoint(path, root / "1"),
-        "convert": lambda path: convert(path, root / "2"),
         "base": lambda path: export_pipeline(root / "4", engine=engine, base=path),
         "metrics": read_metrics,
         "images": ImageFolder,
@@ -54,13 +52,11 @@ def writing(trainer: Trainer, root: Path) -> dict[str, Work]:
         "export": trainer.export,
         "export a file": lambda path: trainer.export(f"{path}.safetensors"),
         "export a checkpoint": lambda path: export_checkpoint(root / "good", path),
-        "convert": lambda path: convert(root / "good", path),
         "hold": lambda path: RootHold(path).close(),
         "save every": lambda path: saving(SaveEvery(steps=1, root=path, keep=1)),
         "in the background": lambda path: saving(SaveEveryInBackground(steps=1, root=path)),
         "report": report.save,
         "a shadow": lambda path: EMAShadow(store=FileStore(folder=path)).attach(engine),
-        "averages": averages,
         "cache": cached,
         "broken images": lambda path: write_broken([], path),
         "swap": swapping,
@@ -72,19 +68,6 @@ CACHE = CacheSettings(kind="latents", model="none", dtype="float32")
 
 def cached(path: Path) -> None:
     TensorCache(path, settings=CACHE).write({"0" * 40: {"latents": torch.zeros(200_000)}})
-
-
-def averages(path: Path) -> None:
-    from diffusers import UNet2DModel
-
-    model = UNet2DModel(
-        sample_size=8,
-        block_out_channels=(32,),
-        down_block_types=("DownBlock2D",),
-        up_block_types=("UpBlock2D",),
-    )
-    ema = EMAModel(model.parameters(), model_cls=UNet2DModel, model_config=model.config)
-    ema.save_pretrained(path)
 
 
 def swapping(path: Path) -> None:

@@ -16,7 +16,7 @@ from diffusers.optimization import get_scheduler
 from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, TensorDataset
 
-from zerotune import EmbeddedPlan
+from zerotune import EmbeddedPlan, export_model
 from zerotune.ema import EMAModel
 
 CONFIG = {
@@ -66,7 +66,8 @@ def loss_of(model, batch):
 
 
 def main(args: argparse.Namespace) -> list[float]:
-    accelerator = EmbeddedPlan(plan=CONFIG, run=args).accelerator(
+    run = EmbeddedPlan(plan=CONFIG, run=args)
+    accelerator = run.accelerator(
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         mixed_precision=args.mixed_precision,
     )
@@ -120,7 +121,7 @@ def main(args: argparse.Namespace) -> list[float]:
         if global_step == args.max_train_steps:
             break
     accelerator.wait_for_everyone()
-    ema_model.save_pretrained(output / "unet")
+    export_model(output / "unet", engine=run.engine, weights=ema_model.shadow)
     accelerator.end_training()
     return losses
 

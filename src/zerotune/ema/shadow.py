@@ -341,11 +341,13 @@ class EMAShadow(Readable):
         """Move the shadow to ``store``; the move needs memory for a second copy.
 
         Raises:
-            EMAError: The shadow is not attached or is swapped in, or the new storage has too little
-                space. After an error, the shadow stays in its old storage.
+            EMAError: The shadow is swapped in, or the new storage has too little space. After an
+                error, the shadow stays in its old storage.
         """
-        master = self._ready("move()")
-        tensors = room_for(master, as_store(store))
+        if not self.attached:
+            self._store = as_store(store)
+            return
+        tensors = room_for(self._ready("move()"), as_store(store))
         for key, tensor in self._tensors.items():
             _fill(tensors, key, tensor)
         self._tensors, self._store = tensors, store

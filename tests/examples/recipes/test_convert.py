@@ -181,8 +181,7 @@ def gone_on_embedded(checkpoint: str) -> dict[str, Any]:
         prepared, optimizer = accelerator.prepare(model, optimizer)
         accelerator.register_for_checkpointing(ema)
         accelerator.load_state(checkpoint)
-        names = [name for name, _ in model.named_parameters()]
-        average = dict(zip(names, (p.clone().numpy() for p in ema.shadow_params), strict=True))
+        average = {name: full.clone().numpy() for name, full in ema.shadow.gather()}
         found = {"step": run.engine.state.global_step, "ema": ema.optimization_step}
         found["whole"] = ema.shadow.distance()
         return found | {
