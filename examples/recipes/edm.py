@@ -84,7 +84,7 @@ class EDMObjective(SchedulerObjective):
     noise: Noise = attrs.field(factory=GaussianNoise)
     """Training noise: ``OffsetNoise``, ``InputPerturbation``, a combination, or a custom noise."""
     loss: Loss | None = None
-    """``Huber``, ``SmoothL1`` or a custom loss; by default squared error."""
+    """Error of each predicted value; by default the squared error."""
     density: Literal["uniform", "log_normal"] = "uniform"
     """Distribution of sigmas: uniform over the scheduler's table of sigmas, or log-normal."""
     log_mean: float = -1.2

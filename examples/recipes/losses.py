@@ -14,15 +14,15 @@ import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import torch
 
 import zerotune
 from zerotune import AspectBuckets, ImageFolder, PreparedImages
-from zerotune._util.text import validated, whole
-from zerotune.diffusion import Huber
+from zerotune._util.text import positive, validated, whole
+from zerotune.diffusion.losses import Level
 from zerotune.diffusion.noise import DrawnNoise, GaussianNoise, Noise
 from zerotune.errors import InvalidValueError
 
@@ -66,6 +66,96 @@ def settings(options: argparse.Namespace, *, flow: bool) -> dict[str, Any]:
         "weighting": "debiased_estimation",
         "noise": MultiResolutionNoise(iterations=6, discount=0.3),
     }
+
+
+def unknown_schedule(schedule: str) -> InvalidValueError:
+    flow = schedule == "snr"
+    why = "flow matching has no signal-to-noise ratio" if flow else "EDM has no time steps"
+    return InvalidValueError(
+        f"{why}, which this threshold schedule requires",
+        key="loss.schedule",
+        value=schedule,
+        fix=f'write schedule="{"exponential" if flow else "snr"}" or schedule="constant"',
+    )
+
+
+def _check_positive(_instance: object, attribute: Any, value: Any) -> None:
+    positive(value, key=attribute.name, fix="write a number above 0, such as 0.1")
+
+
+@attrs.frozen(kw_only=True)
+class Huber:
+    """Pseudo-Huber loss: quadratic for small errors, linear for large errors such as outliers.
+
+    With the threshold ``c``, the error of a difference ``d`` is ``2 c (sqrt(d² + c²) - c)``, which
+    is close to ``d²`` if ``|d|`` is far below ``c``.
+
+    Source: ``--loss_type huber`` of kohya-ss/sd-scripts (``library/train_util.py``), after
+    https://arxiv.org/abs/2403.16728.
+    """
+
+    threshold: float = attrs.field(default=0.1, validator=_check_positive)
+    """Threshold at the noisiest time step; ``huber_c`` of sd-scripts."""
+    schedule: Literal["constant", "exponential", "snr"] = "snr"
+    """How the threshold depends on the noise: not at all; falling exponentially from ``scale`` at
+    the first time step (not with EDM); or following the signal-to-noise ratio from 1 (not with flow
+    matching)."""
+    scale: float = attrs.field(default=1.0, validator=_check_positive)
+    """Multiplier for the threshold; not with ``"snr"``."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.schedule not in ("constant", "exponential", "snr"):
+            raise InvalidValueError(
+                "is not one of constant, exponential, snr",
+                key="schedule",
+                value=self.schedule,
+                fix='write "snr", or "exponential" for flow matching',
+            )
+        if self.schedule == "snr" and self.scale != 1.0:
+            raise InvalidValueError(
+                'the schedule "snr" runs from 1 to the threshold and cannot be scaled',
+                key="scale",
+                value=self.scale,
+                fix="omit scale, or use a different schedule",
+            )
+
+    def errors(self, prediction: torch.Tensor, target: torch.Tensor, level: Level) -> torch.Tensor:
+        """Return one error per predicted value."""
+        distances, c = self.rooted(prediction, target, level)
+        return 2 * c * distances
+
+    def rooted(
+        self, prediction: torch.Tensor, target: torch.Tensor, level: Level
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the smooth distances ``sqrt(error² + c²) - c``, and the thresholds ``c``."""
+        c = self.thresholds(level).to(prediction.device)
+        c = c.view(-1, *(1,) * (prediction.ndim - 1))
+        return torch.sqrt((prediction - target) ** 2 + c**2) - c, c
+
+    def thresholds(self, level: Level) -> torch.Tensor:
+        """Return the threshold of each sample (b,), or one threshold for all samples (1,)."""
+        c = self.threshold
+        if self.schedule == "exponential" and level.time is not None:
+            return torch.exp(math.log(c) * level.time) * self.scale
+        if self.schedule == "snr" and level.noise_to_signal is not None:
+            return (1 - c) / (1 + level.noise_to_signal) ** 2 + c
+        if self.schedule == "constant":
+            return torch.full((1,), c * self.scale)
+        raise unknown_schedule(self.schedule)
+
+
+class SmoothL1(Huber):
+    """Smoothed absolute error: the ``Huber`` loss divided by its threshold.
+
+    With the threshold ``c``, the error of a difference ``d`` is ``2 (sqrt(d² + c²) - c)``, which is
+    close to ``2 |d|`` if ``|d|`` is far above ``c``.
+
+    Source: ``--loss_type smooth_l1`` of kohya-ss/sd-scripts (``library/train_util.py``).
+    """
+
+    def errors(self, prediction: torch.Tensor, target: torch.Tensor, level: Level) -> torch.Tensor:
+        """Return one error per predicted value."""
+        return 2 * self.rooted(prediction, target, level)[0]
 
 
 def _check_discount(_instance: object, attribute: Any, value: float) -> None:

@@ -8,14 +8,9 @@ import attrs
 import pytest
 import torch
 from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
+from examples.recipes.losses import Huber, SmoothL1
 
-from zerotune.diffusion import (
-    DenoisingObjective,
-    FlowMatchingObjective,
-    Huber,
-    InputPerturbation,
-    SmoothL1,
-)
+from zerotune.diffusion import DenoisingObjective, FlowMatchingObjective, InputPerturbation
 from zerotune.diffusion.noise import GaussianNoise
 from zerotune.diffusion.objective import debiased_weights
 from zerotune.errors import InvalidValueError
@@ -261,7 +256,11 @@ def test_a_custom_loss_replaces_the_squared_error():
         (lambda: Huber(schedule="linear"), "schedule", '"exponential"'),
         (lambda: Huber(scale=2.0), "scale", "different schedule"),
         (lambda: Huber(scale=-1.0, schedule="constant"), "scale", "0.1"),
-        (lambda: FlowMatchingObjective(loss=Huber()), "loss.schedule", '"exponential"'),
+        (
+            lambda: FlowMatchingObjective(loss=Huber())(Model(), batch(), generator()),
+            "loss.schedule",
+            '"exponential"',
+        ),
         (lambda: DenoisingObjective(weighting="debiased"), "weighting", "snr_gamma"),
         (
             lambda: DenoisingObjective(

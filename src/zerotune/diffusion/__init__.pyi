@@ -10,8 +10,6 @@ from zerotune.diffusion.held_out import validation_loss as validation_loss
 from zerotune.diffusion.lora import LoRA as LoRA
 from zerotune.diffusion.lora import add_lora as add_lora
 from zerotune.diffusion.lora import load_adapters as load_adapters
-from zerotune.diffusion.losses import Huber as Huber
-from zerotune.diffusion.losses import SmoothL1 as SmoothL1
 from zerotune.diffusion.models.family import ClassConditional as ClassConditional
 from zerotune.diffusion.models.family import Unconditional as Unconditional
 from zerotune.diffusion.models.pipeline_family import PipelineFamily as PipelineFamily

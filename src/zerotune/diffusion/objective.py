@@ -17,7 +17,7 @@ import torch
 
 from zerotune._util.text import positive
 from zerotune.decisions import Decision, announce
-from zerotune.diffusion.losses import Comparison, Level, Loss, masks_over, unknown_schedule
+from zerotune.diffusion.losses import Comparison, Level, Loss, masks_over
 from zerotune.diffusion.models.family import Conditioning, Denoiser, Family, Unconditional
 from zerotune.diffusion.noise import DrawnNoise, GaussianNoise, Noise
 from zerotune.diffusion.noise_schedule import (
@@ -230,7 +230,7 @@ class DenoisingObjective(SchedulerObjective):
     noise: Noise = attrs.field(factory=GaussianNoise)
     """Training noise: ``OffsetNoise``, ``InputPerturbation``, a combination, or a custom noise."""
     loss: Loss | None = None
-    """``Huber``, ``SmoothL1`` or a custom loss; by default squared error."""
+    """Error of each predicted value; by default the squared error."""
     snr_gamma: float | None = attrs.field(default=None)
     """Clip value of min-SNR weighting, 5 in the paper; ``None`` weights all time steps equally."""
     weighting: Literal["none", "debiased_estimation"] = "none"
@@ -370,7 +370,7 @@ class FlowMatchingObjective(SchedulerObjective):
     noise: Noise = attrs.field(factory=GaussianNoise)
     """Training noise: ``OffsetNoise``, ``InputPerturbation``, a combination, or a custom noise."""
     loss: Loss | None = None
-    """``Huber``, ``SmoothL1`` or a custom loss; by default squared error."""
+    """Error of each predicted value; by default the squared error."""
     precondition_outputs: bool = False
     """Compute the loss on clean samples (``noisy - sigma * prediction``) instead of velocities,
     which weights errors by ``sigma ** 2``. The SD3 paper compares velocities; diffusers' SD3
@@ -396,8 +396,6 @@ class FlowMatchingObjective(SchedulerObjective):
         self._check_density()
         self._check_weighting()
         self._check_scheduler()
-        if getattr(self.loss, "schedule", None) == "snr":
-            raise unknown_schedule("snr")
 
     def _check_density(self) -> None:
         if self.density in _DENSITIES:
