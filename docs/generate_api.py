@@ -95,7 +95,6 @@ RELATED = {
     },
     "zerotune.checkpoint.load_checkpoint": {
         "zerotune.checkpoint.load": "CheckpointContents",
-        "zerotune.checkpoint.conversion": "convert",
     },
     "zerotune.checkpoint.BackgroundSaver": {"zerotune.checkpoint.save": "PendingCheckpoint"},
     "zerotune.checkpoint.export_adapters": {
@@ -106,7 +105,7 @@ RELATED = {
     },
     "zerotune.diffusion.add_lora": {"zerotune.backend.adapters": "AdapterFacts"},
     "zerotune.diffusion.validation_loss": {"zerotune.diffusion.held_out": "HeldOutLoss"},
-    "zerotune.diffusion.Huber": {"zerotune.diffusion.losses": "Loss"},
+    "zerotune.diffusion.DenoisingObjective": {"zerotune.diffusion.losses": "Loss"},
     "zerotune.diffusion.OffsetNoise": {
         "zerotune.diffusion.noise": "Noise DrawnNoise GaussianNoise",
     },

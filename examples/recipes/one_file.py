@@ -4,9 +4,11 @@
 
 ComfyUI and diffusers' from_single_file read this layout. The file contains the U-Net, the VAE and
 the text encoders of Stable Diffusion 1.5, 2.1 and SDXL; the transformer and the VAE of SD3; and the
-transformer of FLUX.1, Kontext, Chroma, Qwen-Image, Z-Image and HiDream. Positions of rows follow
-from diffusers' converters, which also verify the file. diffusers has these names only in scripts
-that are not part of its package:
+transformer of FLUX.1, Kontext, Chroma, Qwen-Image, Z-Image and HiDream.
+
+diffusers converts from this layout to its own, but not back. Its converter therefore runs on small
+tensors of row numbers instead of weights, which shows where each row lies in the file. The
+converters also verify the file. diffusers has the names only in scripts outside its package:
 https://github.com/huggingface/diffusers/blob/main/scripts/convert_diffusers_to_original_sdxl.py
 """
 
@@ -15,7 +17,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,10 +28,13 @@ from safetensors.torch import load_file, save_file
 
 from zerotune._util.text import json_of
 from zerotune.backend.adapters import PUBLISHED, numbered, with_number
-from zerotune.backend.single_file import INDEX, SingleFile, place_rows
+from zerotune.backend.single_file import INDEX, SingleFile
 from zerotune.backend.stored import weight_files
 from zerotune.diffusion.models.pipeline import component_class
 from zerotune.errors import CheckpointCorruptError, CheckpointMismatchError, InvalidValueError
+from zerotune.platform.detect import first_line
+
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -79,6 +84,124 @@ def placed(
             there = file[run.key].view(math.prod(shapes[run.key][:1]), -1)
             there[run.there : run.there + run.count] = rows[run.here : run.here + run.count]
     return file
+
+
+# -- Positions of a model's rows in a file.
+
+
+@attrs.frozen
+class Run:
+    """Rows of a model's tensor that are consecutive in a tensor of the file."""
+
+    key: str
+    """Name of the file's tensor."""
+    there: int
+    """Index of the first of these rows in the file's tensor."""
+    here: int
+    """Index of the first of these rows in the model's tensor."""
+    count: int
+
+
+Places = Mapping[str, tuple[Run, ...]]
+"""Where the file stores the rows of each model tensor, by the tensor's name in the model."""
+
+
+def place_rows(
+    kind: type[Any], config: Mapping[str, Any], *, model: Shapes, file: Shapes
+) -> Places:
+    """Find where a file stores a model's tensors, using diffusers' converter.
+
+    Args:
+        kind: The model's class.
+        config: The model's configuration.
+        model: Shapes of the model's tensors, by name.
+        file: Shapes of the file's tensors, by name.
+
+    Raises:
+        InvalidValueError: diffusers has no converter for this class.
+        CheckpointMismatchError: The converted file does not match the model.
+    """
+    starts: dict[str, int] = {}
+    position = 0
+    for key, shape in file.items():
+        starts[key] = position
+        position += _rows(shape) + 1  # A gap, so that no run leads from one tensor to the next.
+    given = {
+        key: torch.arange(start, start + _rows(file[key])).view(
+            (*file[key][:1], *(1 for _ in file[key][1:]))
+        )
+        for key, start in starts.items()
+    }
+    converted = _converted(kind, dict(config), given, names=model)
+    begins, keys = torch.tensor([*starts.values()]), list(starts)
+    places = {}
+    for name, shape in model.items():
+        numbers = converted.get(name)
+        if numbers is None or numbers.numel() != _rows(shape):
+            raise _other_model(
+                name,
+                "the tensor is not in the file"
+                if numbers is None
+                else f"the number of rows does not match the shape {list(shape)}",
+            )
+        places[name] = tuple(_runs(numbers.flatten(), begins, keys))
+        for run in places[name]:
+            if math.prod(file[run.key][1:]) != math.prod(shape[1:]):
+                raise _other_model(
+                    name, f"the shape in the file is {list(file[run.key])}, not {list(shape)}"
+                )
+    return places
+
+
+def _runs(numbers: torch.Tensor, begins: torch.Tensor, keys: list[str]) -> Iterator[Run]:
+    edges = (torch.diff(numbers) != 1).nonzero().flatten() + 1
+    here = 0
+    for piece in torch.tensor_split(numbers, edges):
+        which = int(torch.searchsorted(begins, piece[0], right=True)) - 1
+        yield Run(keys[which], int(piece[0] - begins[which]), here, piece.numel())
+        here += piece.numel()
+
+
+def _rows(shape: tuple[int, ...]) -> int:
+    return shape[0] if shape else 1
+
+
+def _converted(
+    kind: type[Any], config: dict[str, Any], given: dict[str, torch.Tensor], *, names: Shapes
+) -> Mapping[str, torch.Tensor]:
+    """Tensors of a file as converted by diffusers, by their names in the model."""
+    from diffusers.loaders import single_file_model as theirs
+
+    known = theirs._get_single_file_loadable_mapping_class(kind)
+    if known is None:
+        raise InvalidValueError(
+            f"diffusers cannot convert a single file to {kind.__name__}",
+            key="single file",
+            value=kind.__name__,
+            fix="keep the pipeline folder",
+        )
+    if set(names) == set(given):
+        return given
+    convert = theirs.SINGLE_FILE_LOADABLE_CLASSES[known]["checkpoint_mapping_fn"]
+    try:
+        converted: Mapping[str, torch.Tensor] = convert(checkpoint=given, config=config)
+    except (KeyError, IndexError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+        raise _other_model(
+            kind.__name__, f"the model cannot be read from this file ({first_line(error)})"
+        ) from error
+    return converted
+
+
+def _other_model(name: str, reason: str) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        f"{reason}, according to diffusers' converter",
+        "pass the configuration of the model in this file; diffusers cannot convert models of "
+        "unpublished sizes",
+        name,
+    )
+
+
+# -- The file as diffusers reads it, and the names in it.
 
 
 def compare(file: Path, folder: Path, *, pipeline: str, parts: Sequence[str]) -> None:

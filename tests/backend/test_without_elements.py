@@ -13,7 +13,7 @@ from tests.support.runs import build
 from zerotune.checkpoint.export.model import ModelFolderReader, export_model
 from zerotune.checkpoint.load import load_checkpoint
 from zerotune.checkpoint.save import save_checkpoint
-from zerotune.ema import EMAModel, EMAShadow
+from zerotune.ema import EMAShadow
 from zerotune.plan.plan import DeepSpeedPlan
 
 pytestmark = pytest.mark.deepspeed
@@ -91,7 +91,6 @@ def test_a_parameter_without_elements_does_not_change_training_or_resume(
         # At stage 0 it changes how DeepSpeed's norm over several ranks rounds.
         assert losses == pytest.approx(without, rel=1e-6)
         assert engine.module.empty.shape == (0, 3)
-        assert (0, 3) in [tuple(each.shape) for each in EMAModel(engine).shadow_params]
         export_model(exported := folder.with_name("model"), engine=engine)
         engine.group.barrier("read what rank 0 has written")
         assert ModelFolderReader(exported).tensors["empty"].shape == (0, 3)

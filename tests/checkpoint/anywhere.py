@@ -158,7 +158,7 @@ def saved(name: str, precision: str, folder: str, swap: str) -> dict[str, Any]:
 
 def resumed(name: str, precision: str, folders: list[str], swap: str) -> list[dict[str, Any]]:
     """Resume the same engine from one checkpoint after the other."""
-    from zerotune.checkpoint import restore
+    from zerotune.checkpoint import load_checkpoint
 
     world_size = Launch.from_environment().world_size
     engine = start(case_of(name, precision, world_size, swap), Net(1))
@@ -166,7 +166,7 @@ def resumed(name: str, precision: str, folders: list[str], swap: str) -> list[di
     results = []
     for folder in folders:
         with counting() as read:
-            contents = restore(folder, into=engine, shadows={"ema": ema})
+            contents = load_checkpoint(folder, engine=engine, shadows={"ema": ema})
         results.append(
             {
                 "read": dict(read),

@@ -1,16 +1,13 @@
 """Single-file models in the layout of their original release, which ComfyUI also reads.
 
-diffusers converts from this layout to its own, but not back. To find out which row of the file
-becomes which row of the model, zerotune runs diffusers' converter on small tensors of row numbers
-instead of weights. The converted row numbers show where each row of each model tensor lies in the
-file. zerotune uses these positions both to read and to write the file.
+diffusers' converters read the weights. zerotune reads only the file's header: which pipeline it
+belongs to, and which of the pipeline's components it contains.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,143 +15,19 @@ import attrs
 import torch
 
 from zerotune._util.text import json_of
-from zerotune.backend.stored import StoredTensor, StoredWeight, read_header, stamp_of
-from zerotune.errors import CheckpointMismatchError, InvalidValueError
-from zerotune.platform.detect import first_line
-
-Shapes = Mapping[str, tuple[int, ...]]
+from zerotune.backend.stored import StoredTensor, read_header
+from zerotune.errors import InvalidValueError
 
 SUFFIX: Final = ".safetensors"
 """File name suffix of a single-file model."""
 INDEX: Final = "model_index.json"
 """Name of the file that lists the components of a diffusers pipeline, in the pipeline's folder."""
 
-_MODEL: Final = "model.diffusion_model."
 _VAES: Final = ("first_stage_model.", "vae.")
-_STALE: Final = "model_ema."
-"""Prefix of an EMA, which does not match weights that are trained further."""
 _SCALED_FP8: Final = re.compile(
     r"(^|\.)(scaled_fp8|scale_weight|scale_input|weight_scale|comfy_quant)$"
 )
 """Names of tensors that belong to ComfyUI's own quantization formats."""
-
-
-# -- Positions of a model's rows in a file.
-
-
-@attrs.frozen
-class Run:
-    """Rows of a model's tensor that are consecutive in a tensor of the file."""
-
-    key: str
-    """Name of the file's tensor."""
-    there: int
-    """Index of the first of these rows in the file's tensor."""
-    here: int
-    """Index of the first of these rows in the model's tensor."""
-    count: int
-
-
-Places = Mapping[str, tuple[Run, ...]]
-"""Where the file stores the rows of each model tensor, by the tensor's name in the model."""
-
-
-def place_rows(
-    kind: type[Any], config: Mapping[str, Any], *, model: Shapes, file: Shapes
-) -> Places:
-    """Find where a file stores a model's tensors, using diffusers' converter.
-
-    Args:
-        kind: The model's class.
-        config: The model's configuration.
-        model: Shapes of the model's tensors, by name.
-        file: Shapes of the file's tensors, by name.
-
-    Raises:
-        InvalidValueError: diffusers has no converter for this class.
-        CheckpointMismatchError: The converted file does not match the model.
-    """
-    starts: dict[str, int] = {}
-    position = 0
-    for key, shape in file.items():
-        starts[key] = position
-        position += _rows(shape) + 1  # A gap, so that no run leads from one tensor to the next.
-    given = {
-        key: torch.arange(start, start + _rows(file[key])).view(
-            (*file[key][:1], *(1 for _ in file[key][1:]))
-        )
-        for key, start in starts.items()
-    }
-    converted = _converted(kind, dict(config), given, names=model)
-    begins, keys = torch.tensor([*starts.values()]), list(starts)
-    places = {}
-    for name, shape in model.items():
-        numbers = converted.get(name)
-        if numbers is None or numbers.numel() != _rows(shape):
-            raise _other_model(
-                name,
-                "the tensor is not in the file"
-                if numbers is None
-                else f"the number of rows does not match the shape {list(shape)}",
-            )
-        places[name] = tuple(_runs(numbers.flatten(), begins, keys))
-        for run in places[name]:
-            if math.prod(file[run.key][1:]) != math.prod(shape[1:]):
-                raise _other_model(
-                    name, f"the shape in the file is {list(file[run.key])}, not {list(shape)}"
-                )
-    return places
-
-
-def _runs(numbers: torch.Tensor, begins: torch.Tensor, keys: list[str]) -> Iterator[Run]:
-    edges = (torch.diff(numbers) != 1).nonzero().flatten() + 1
-    here = 0
-    for piece in torch.tensor_split(numbers, edges):
-        which = int(torch.searchsorted(begins, piece[0], right=True)) - 1
-        yield Run(keys[which], int(piece[0] - begins[which]), here, piece.numel())
-        here += piece.numel()
-
-
-def _rows(shape: tuple[int, ...]) -> int:
-    return shape[0] if shape else 1
-
-
-def _converted(
-    kind: type[Any], config: dict[str, Any], given: dict[str, torch.Tensor], *, names: Shapes
-) -> Mapping[str, torch.Tensor]:
-    """Tensors of a file as converted by diffusers, by their names in the model."""
-    from diffusers.loaders import single_file_model as theirs
-
-    known = theirs._get_single_file_loadable_mapping_class(kind)
-    if known is None:
-        raise InvalidValueError(
-            f"diffusers cannot convert a single file to {kind.__name__}",
-            "load and export the model as a pipeline folder",
-            "single file",
-            kind.__name__,
-        )
-    if set(names) == set(given):
-        return given
-    convert = theirs.SINGLE_FILE_LOADABLE_CLASSES[known]["checkpoint_mapping_fn"]
-    try:
-        converted: Mapping[str, torch.Tensor] = convert(checkpoint=given, config=config)
-    except (KeyError, IndexError, RuntimeError, ValueError, TypeError, AttributeError) as error:
-        raise _other_model(
-            kind.__name__, f"the model cannot be read from this file ({first_line(error)})"
-        ) from error
-    return converted
-
-
-def _other_model(name: str, reason: str) -> CheckpointMismatchError:
-    return CheckpointMismatchError(
-        f"{reason}, according to diffusers' converter",
-        "pass the configuration of the model in this file; diffusers cannot convert models of "
-        "unpublished sizes",
-        name,
-    )
-
-
-# -- A file.
 
 
 @attrs.frozen(kw_only=True)
@@ -167,7 +40,6 @@ class SingleFile:
     the file lacks."""
     tensors: Mapping[str, StoredTensor]
     """Tensors of the file, by name."""
-    stamp: tuple[int, int]
 
     @classmethod
     def open(cls, path: Path, *, config: Path) -> SingleFile:
@@ -177,14 +49,7 @@ class SingleFile:
             path: The safetensors file.
             config: Folder of the pipeline.
         """
-        return cls(
-            path=path, config=config, tensors=read_header(path)[0], stamp=stamp_of(path.stat())
-        )
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the file's tensors, by name."""
-        return {key: tensor.shape for key, tensor in self.tensors.items()}
+        return cls(path=path, config=config, tensors=read_header(path)[0])
 
     @property
     def published(self) -> str:
@@ -195,7 +60,9 @@ class SingleFile:
         """
         from diffusers.loaders import single_file_utils as theirs
 
-        shaped = {key: torch.empty(shape, device="meta") for key, shape in self.shapes.items()}
+        shaped = {
+            key: torch.empty(stored.shape, device="meta") for key, stored in self.tensors.items()
+        }
         kind = theirs.infer_diffusers_model_type(shaped)
         if kind == "v1" and theirs.CHECKPOINT_KEY_NAMES["v1"] not in shaped:
             raise InvalidValueError(
@@ -217,52 +84,6 @@ class SingleFile:
                     str(self.path),
                     key,
                 )
-
-    def is_stale(self, key: str) -> bool:
-        """Return whether a tensor belongs to an EMA, which further training makes stale.
-
-        Args:
-            key: Name of the file's tensor.
-        """
-        return key.startswith(_STALE)
-
-    def unused(self, places: Places) -> list[str]:
-        """Return the names of the model's tensors in the file that the converter does not use.
-
-        Args:
-            places: Result of ``place_rows``.
-        """
-        read = {run.key for runs in places.values() for run in runs}
-        whole = any(key.startswith(_MODEL) for key in self.tensors)
-        return [
-            key for key in self.tensors if key not in read and (key.startswith(_MODEL) or not whole)
-        ]
-
-    def weights(self, places: Places, model: Shapes) -> dict[str, StoredWeight]:
-        """Return the positions of a model's weights in the file, so that they can be read later.
-
-        Args:
-            places: Result of ``place_rows``.
-            model: Shapes of the model's tensors, by name.
-        """
-        found = {}
-        for name, runs in places.items():
-            pieces = []
-            for run in runs:
-                stored = self.tensors[run.key]
-                width = math.prod(stored.shape[1:])
-                pieces.append(
-                    StoredTensor(
-                        dtype=stored.dtype,
-                        shape=(run.count * width,),
-                        offset=stored.offset + run.there * width * stored.dtype.itemsize,
-                    )
-                )
-            whole = attrs.evolve(pieces[0], shape=model[name])
-            found[name] = StoredWeight(
-                file=self.path, tensor=whole, stamp=self.stamp, pieces=tuple(pieces)
-            )
-        return found
 
     @property
     def index(self) -> dict[str, Any]:

@@ -220,8 +220,6 @@ class StoredWeight:
     tensor: StoredTensor
     stamp: tuple[int, int]
     """File size in bytes and modification time in ns when the header was read."""
-    pieces: tuple[StoredTensor, ...] = ()
-    """Parts of the file that contain the elements, in order, if the elements are not contiguous."""
 
     def read_into(self, flat: torch.Tensor, *, start: int = 0) -> None:
         """Fill a 1-D tensor with the parameter's elements, cast to the tensor's dtype.
@@ -230,16 +228,6 @@ class StoredWeight:
             flat: Tensor to fill.
             start: Index of the first element to read.
         """
-        if len(self.pieces) > 1:
-            position = 0
-            for each in self.pieces:
-                first, last = position, position + math.prod(each.shape)
-                into = flat[max(0, first - start) : max(0, last - start)]
-                if into.numel():
-                    part = attrs.evolve(self, tensor=each, pieces=())
-                    part.read_into(into, start=max(0, start - first))
-                position = last
-            return
         tensor, size = self.tensor, self.tensor.dtype.itemsize
         buffer = torch.empty(min(_READ_AT_ONCE, flat.numel()), dtype=tensor.dtype)
         try:

@@ -6,7 +6,6 @@ from zerotune.checkpoint.export.pipeline import export_pipeline as export_pipeli
 from zerotune.checkpoint.folders import latest_checkpoint as latest_checkpoint
 from zerotune.checkpoint.holding import RootHold as RootHold
 from zerotune.checkpoint.load import load_checkpoint as load_checkpoint
-from zerotune.checkpoint.load import restore as restore
 from zerotune.checkpoint.marks import check_replaceable as check_replaceable
 from zerotune.checkpoint.save import BackgroundSaver as BackgroundSaver
 from zerotune.checkpoint.save import save_checkpoint as save_checkpoint

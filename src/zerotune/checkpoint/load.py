@@ -70,7 +70,7 @@ def load_checkpoint(
     recorded as decisions.
 
     Args:
-        directory: A folder written by ``save_checkpoint`` or ``convert``.
+        directory: A folder written by ``save_checkpoint`` or the recipe ``convert.py``.
         engine: An engine of the same model.
         shadows: EMA shadows attached to the engine, by their saved names.
         rng: Also restore the states of the random number generators.
@@ -103,22 +103,6 @@ def load_checkpoint(
     announce(decisions, rank=group.rank)
     manifest = load.manifest
     return CheckpointContents(extra=manifest.extra, manifest=manifest, decisions=decisions)
-
-
-def restore(
-    directory: str | os.PathLike[str],
-    *,
-    into: Engine,
-    shadows: Mapping[str, ShadowLike] | None = None,
-) -> CheckpointContents:
-    """Alias of ``load_checkpoint`` for custom loops. Collective.
-
-    Args:
-        directory: A folder written by ``save_checkpoint`` or ``convert``.
-        into: Engine that receives the contents of the checkpoint.
-        shadows: EMA shadows to load, by their saved names.
-    """
-    return load_checkpoint(directory, engine=into, shadows=shadows)
 
 
 class _Load:

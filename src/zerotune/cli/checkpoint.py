@@ -41,15 +41,14 @@ def _configure_convert(parser: argparse.ArgumentParser) -> None:
         "--base",
         type=Path,
         metavar="MODEL",
-        help="model folder with the frozen weights, or the single file that training "
-        "started from, whose layout a .safetensors TARGET then has",
+        help="model folder that training started from, which has the frozen weights",
     )
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    from zerotune.checkpoint.conversion import convert
+    from zerotune.checkpoint.export.model import export_checkpoint
 
-    written = convert(
+    written = export_checkpoint(
         arguments.path,
         arguments.target,
         shadow=arguments.shadow,

@@ -12,10 +12,9 @@ from packaging.version import Version
 
 from zerotune._util.text import json_of, listing
 from zerotune.backend.checks import DTYPES
-from zerotune.backend.single_file import SingleFile, place_rows
+from zerotune.backend.single_file import SingleFile
 from zerotune.backend.stored import (
     StoredWeight,
-    bring_weights,
     leave_in_file,
     read_header,
     stamp_of,
@@ -50,16 +49,26 @@ class Loading:
             dtype_named(self.dtype)
         if self.quantization is not None:
             return self._quantized(kind, name)
-        if self.single is not None:
-            return self._model_of_file(kind, place, self.single)
         if self.plan is None:
             return self._read_now(kind, name, dtype_named(self.dtype or "fp32")), ()
+        if self.single is not None:
+            return self._read_for_plan(
+                kind,
+                name,
+                "diffusers reads a single file whole; to read it in parts, convert it once to a "
+                "folder with the pipeline's from_single_file and save_pretrained",
+            )
         try:
             files = weight_files(place, variant=self.variant)
         except CheckpointCorruptError as error:
             raise not_loaded(place, error) from error
         if not files:
-            return self._read_for_plan(kind, name)
+            return self._read_for_plan(
+                kind,
+                name,
+                "the model has no safetensors file, and other formats can only be read "
+                "whole; convert the model with save_pretrained",
+            )
         try:
             found = _stored_weights(files)
         except CheckpointCorruptError as error:
@@ -68,31 +77,6 @@ class Loading:
         self._leave_in_files(model, place, found)
         names = f"{files[0].name}" + (f" and {len(files) - 1} more" if files[1:] else "")
         return model, (_waits_in(names),)
-
-    def _model_of_file(
-        self, kind: Any, place: Path, file: SingleFile
-    ) -> tuple[Any, tuple[Decision, ...]]:
-        """Return the model of a single file, whose weights remain in the file."""
-        file.check_plain()
-        model = self._without_weights(kind, place)
-        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        places = place_rows(kind, model.config, model=shapes, file=file.shapes)
-        self._leave_in_files(model, file.path, file.weights(places, shapes))
-        decisions = [
-            Decision(
-                "model.weights",
-                listing(dropped),
-                None,
-                "diffusers' converter does not use these weights",
-            )
-            for dropped in [file.unused(places)]
-            if dropped
-        ]
-        if self.plan is None:
-            bring_weights(model, dtype=dtype_named(self.dtype or "fp32"))
-        else:
-            decisions.append(_waits_in(file.path.name))
-        return model, tuple(decisions)
 
     def _quantized(self, kind: Any, name: str | None) -> tuple[Any, tuple[Decision, ...]]:
         """Return the frozen model, with linear layers quantized by diffusers."""
@@ -130,7 +114,9 @@ class Loading:
             ),
         )
 
-    def _read_for_plan(self, kind: Any, name: str | None) -> tuple[Any, tuple[Decision, ...]]:
+    def _read_for_plan(
+        self, kind: Any, name: str | None, why: str
+    ) -> tuple[Any, tuple[Decision, ...]]:
         """Return a model whose files cannot be read in parts, in the dtype DeepSpeed will use."""
         rounds = isinstance(self.plan, ResolvedPlan) and self.plan.uses_deepspeed
         chosen = self.dtype or (self.plan.precision if self.plan and rounds else "fp32")
@@ -140,8 +126,7 @@ class Loading:
                 "model.weights",
                 "read from their files by the engine",
                 f"read whole on every rank, in {chosen}",
-                "the model has no safetensors file, and other formats can only be read "
-                "whole; convert the model with save_pretrained",
+                why,
                 "warning",
             ),
         )
@@ -150,25 +135,13 @@ class Loading:
         self, kind: Any, name: str | None, dtype: torch.dtype, **quantization: Any
     ) -> Any:
         place = self.folder / (name or "")
-        options = {} if name is None else {"subfolder": name}
+        options: dict[str, Any] = {} if name is None else {"subfolder": name}
+        options |= {"local_files_only": True, **dtype_option(dtype), **quantization}
         try:
             if self.single is not None:
-                return kind.from_single_file(
-                    str(self.single.path),
-                    config=str(self.folder),
-                    local_files_only=True,
-                    **options,
-                    **dtype_option(dtype),
-                    **quantization,
-                )
+                return self._read_file(kind, self.single, options)
             model, told = kind.from_pretrained(
-                self.folder,
-                variant=self.variant,
-                local_files_only=True,
-                output_loading_info=True,
-                **options,
-                **dtype_option(dtype),
-                **quantization,
+                self.folder, variant=self.variant, output_loading_info=True, **options
             )
         except (OSError, ValueError, RuntimeError) as error:
             if quantization:
@@ -186,6 +159,25 @@ class Loading:
             )
         return model
 
+    def _read_file(self, kind: Any, file: SingleFile, options: dict[str, Any]) -> Any:
+        """Return the model of a single file, converted by diffusers."""
+        file.check_plain()
+        try:
+            model = kind.from_single_file(str(file.path), config=str(self.folder), **options)
+        except (LookupError, ValueError, RuntimeError, TypeError, AttributeError) as error:
+            if self.quantization is not None:
+                raise
+            raise InvalidValueError(
+                f"diffusers cannot read {kind.__name__} from this file ({first_line(error)})",
+                "pass the configuration of the model in this file; diffusers cannot convert models "
+                "of unpublished sizes",
+                "source",
+                str(file.path),
+            ) from error
+        unread = [name for name, weight in model.named_parameters() if weight.is_meta]
+        _check_weight_names(file.path, missing=unread, unexpected=())
+        return model
+
     def _without_weights(self, kind: Any, place: Path) -> Any:
         """Return a model whose buffers have values, but whose parameters do not."""
         from diffusers.models.modeling_utils import no_init_weights
@@ -196,8 +188,7 @@ class Loading:
                 model = kind.from_config(config)
         except (OSError, ValueError) as error:
             raise not_loaded(place, error) from error
-        where = self.folder if self.single is None else self.single.path
-        model.register_to_config(_name_or_path=str(where))
+        model.register_to_config(_name_or_path=str(self.folder))
         return model
 
     def _leave_in_files(self, model: Any, place: Path, found: dict[str, StoredWeight]) -> None:

@@ -338,7 +338,7 @@ class Trainer(Closing, Readable):
         Mismatches raise an error before weights, data or random state change.
 
         Args:
-            path: A checkpoint written by ``save``, ``save_checkpoint`` or ``convert``.
+            path: A checkpoint written by ``save`` or ``save_checkpoint``, or converted by a recipe.
 
         Raises:
             CheckpointError: No checkpoint is found at ``path``, or the checkpoint belongs to
@@ -407,8 +407,7 @@ class Trainer(Closing, Readable):
         (``export_pipeline``); otherwise it writes the model (``export_model``).
 
         Args:
-            path: Folder to export to. For a model from a single file, a path that ends in
-                ``.safetensors`` selects a single file with the same layout.
+            path: Folder to export to.
             weights: ``"trained"``, the name of an EMA such as ``"ema"``, or the EMA itself.
                 Default: the first EMA, or the trained weights if there is no EMA.
             dtype: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a torch dtype.

@@ -17,19 +17,16 @@ from diffusers import (
     DiffusionPipeline,
     EDMEulerScheduler,
     StableDiffusionXLControlNetPipeline,
-    StableDiffusionXLPipeline,
 )
 from PIL import Image
 from safetensors.torch import load_file
 from skimage.feature import canny
 
 from tests.examples.recipes.starting import photographs, started
-from tests.support import pipelines, single_files
+from tests.support import pipelines
 from tests.support.declared_pipelines import hunyuan_video_i2v, wan_i2v
 from tests.support.needs import needs
 from tests.support.ranks import run_ranks
-from tests.support.runs import PLAIN, start
-from zerotune.diffusion import load_pretrained
 
 PHOTOS = {"astronaut": "an astronaut", "chelsea": "a cat", "coffee": "a cup of coffee"}
 SMALL = "--area 256 --bucket-step 4 --batch 1 --lr 1e-3"
@@ -110,18 +107,6 @@ def panning_clips(folder: Path, base: Path) -> list[str]:
     return ["--data", str(folder / "clips"), "--family", kind]
 
 
-def of_one_file(folder: Path, base: Path) -> list[str]:
-    run_ranks(in_one_file, base, folder / "base.safetensors")
-    given = pictures(folder, base)
-    return ["--base", str(folder / "base.safetensors"), "--config", str(base), *given]
-
-
-def in_one_file(folder: Path, file: Path) -> None:
-    engine = start(PLAIN, load_pretrained(folder, parts=False).model)
-    single_files.in_one_file(engine, folder, file)
-    engine.close()
-
-
 # -- Results.
 
 
@@ -160,20 +145,6 @@ def of_a_controlnet(ran: Ran) -> None:
     drawn = pipeline("a cat", image=edges, num_inference_steps=1, height=16, width=16).images[0]
     assert drawn.size == (16, 16)
     assert len(list((ran.folder / "validation").glob("*.png"))) == 3
-
-
-def of_a_single_file(ran: Ran) -> None:
-    ours, first = load_file(ran.result), load_file(ran.folder.parent / "base.safetensors")
-    assert ours.keys() == first.keys()
-    read = StableDiffusionXLPipeline.from_single_file(
-        str(ran.result), config=str(ran.base), local_files_only=True
-    )
-    begun = StableDiffusionXLPipeline.from_pretrained(ran.base)
-    bias = ours["model.diffusion_model.out.2.bias"]
-    assert bias.dtype == torch.float16
-    assert torch.equal(read.unet.conv_out.bias, bias.float())
-    assert not torch.equal(read.unet.conv_out.bias, begun.unet.conv_out.bias)
-    assert torch.equal(read.vae.decoder.conv_in.weight, begun.vae.decoder.conv_in.weight)
 
 
 def of_a_word(ran: Ran) -> None:
@@ -223,7 +194,6 @@ RECIPES = {
     "mixture": Recipe(in_sets, SETS, LORA, adapters),
     "preference": Recipe(with_noisy_copies, PAIRS, LORA, of_preferences),
     "prior_preservation": Recipe(with_priors, "--side 16 --rank 2 --lr 1e-2", LORA, adapters),
-    "single_file": Recipe(of_one_file, SMALL, "model.safetensors", of_a_single_file),
     "streamed": Recipe(in_a_shard, "--area 256 --bucket-step 4 --rank 2", LORA, adapters),
     "textual_inversion": Recipe(
         pictures,
@@ -245,7 +215,6 @@ def edm(folder: Path) -> Path:
 
 MAKERS = pipelines.MAKERS | {
     "edm sdxl": edm,
-    "wide sdxl": single_files.sdxl,
     "wan_i2v": wan_i2v,
     "hunyuan_i2v": hunyuan_video_i2v,
 }
@@ -267,8 +236,6 @@ RUNS = [
     ("preference", "sdxl", "3", 2),
     ("prior_preservation", "sdxl", "2", 1),
     ("prior_preservation", "sdxl", "2", 2),
-    ("single_file", "wide sdxl", "3", 1),
-    ("single_file", "wide sdxl", "2", 2),
     ("streamed", "sdxl", "2", 1),
     ("streamed", "sdxl", "2", 2),
 ]

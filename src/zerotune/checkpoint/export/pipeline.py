@@ -7,13 +7,14 @@ import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zerotune._util.files import sync
+from zerotune._util.text import json_of
 from zerotune.backend.checks import checked_dtype
-from zerotune.backend.single_file import SUFFIX, SingleFile
+from zerotune.backend.single_file import INDEX, SUFFIX, SingleFile
 from zerotune.backend.trained_parts import TrainedParts, components
 from zerotune.checkpoint.drafting import model_config
 from zerotune.checkpoint.export.driver import (
@@ -25,12 +26,6 @@ from zerotune.checkpoint.export.driver import (
     meet,
 )
 from zerotune.checkpoint.export.model import engine_writer, refuse_adapters, untrained
-from zerotune.checkpoint.export.single_file import (
-    SingleFileDraft,
-    Trained,
-    component_of,
-    layout_of_file,
-)
 from zerotune.checkpoint.folders import checked_path
 from zerotune.checkpoint.marks import check_apart
 from zerotune.checkpoint.staging import ExportStaging
@@ -59,29 +54,27 @@ def export_pipeline(
     (VAE, text encoders, tokenizers, scheduler) are copied unchanged. An earlier export is replaced
     when the new export is complete.
 
-    If ``base`` is a single file and the path ends in ``.safetensors``, a single file is written. It
-    keeps the tensor names and untrained tensors of ``base``, but omits EMA weights (``model_ema``).
-    A recipe writes a folder as a single file.
+    A recipe writes the folder as a single file.
 
     Args:
-        path: Path of the folder or of the single file.
+        path: Path of the folder.
         engine: Engine of the model.
         base: Pipeline folder or single file that training started from.
         config: Pipeline folder with the configuration, tokenizers and scheduler. Required only if
-            ``base`` is a single file and ``path`` is a folder.
+            ``base`` is a single file.
         component: Part to replace (``"unet"``, ``"transformer"``); by default derived from the
             model's class. For ``TrainedParts``, the names of the parts are used.
         weights: As in ``export_model``.
         dtype: Dtype of the replaced part.
-        shard_size: Maximum bytes of tensor data per file, if a folder is written.
+        shard_size: Maximum bytes of tensor data per file.
         timeout_s: As in ``export_model``.
 
     Returns:
         The absolute path.
 
     Raises:
-        CheckpointMismatchError: ``base`` is not a pipeline or lacks the part, or the model's
-            single-file layout is unknown.
+        CheckpointMismatchError: ``base`` is not a pipeline or lacks the part, or ``path`` is that
+            of a file.
         InvalidValueError: ``weights`` names an EMA that is not attached to the engine.
         CheckpointError: The path exists and is not an export, or writing fails.
         CollectiveError: A rank did not call ``export_pipeline``, or the arguments differ.
@@ -118,16 +111,6 @@ def export_pipeline(
     )
 
 
-def single_file_of_folder(target: Path) -> CheckpointMismatchError:
-    """Return the error for a single file of a model that was loaded from a folder."""
-    return CheckpointMismatchError(
-        "can be a single file only if training started from one",
-        "export to a folder, and convert the folder with examples/recipes/one_file.py",
-        "path",
-        str(target),
-    )
-
-
 def _draft(
     target: Path,
     engine: Engine,
@@ -137,30 +120,23 @@ def _draft(
     component: str | None,
     dtype: torch.dtype,
     shard_size: int,
-) -> SingleFileDraft | _PipelineDraft:
-    """Return a draft that writes a folder or a single file, from a folder or a single file."""
-    single = target.suffix == SUFFIX
-    if single and isinstance(engine.module, TrainedParts):
+) -> _PipelineDraft:
+    """Return a draft of the folder, whose frozen parts come from a folder or a single file."""
+    if target.suffix == SUFFIX:
         raise CheckpointMismatchError(
-            "a single file cannot contain trained text encoders",
-            "pass the path of a folder to write the whole pipeline",
+            "is the path of a file, but a pipeline is exported to a folder",
+            "export to a folder, and convert the folder with examples/recipes/one_file.py",
             "path",
             str(target),
         )
-    if base.is_file() and single:
-        layout = layout_of_file(Trained.by(engine, dtype), base, dtype=dtype)
-        return SingleFileDraft(target, base=base, layout=layout)
     if base.is_file() and config is None:
         raise CheckpointMismatchError(
             "is a single file, which contains neither tokenizers nor a scheduler",
-            "set config= to the folder of the pipeline that the file belongs to, or export to "
-            f"a path that ends with {SUFFIX}",
+            "set config= to the folder of the pipeline that the file belongs to",
             "base",
             str(base),
         )
     folder = base if config is None else config
-    if single:
-        raise single_file_of_folder(target)
     return _PipelineDraft(
         target,
         engine,
@@ -257,7 +233,37 @@ def _components(
 ) -> Mapping[str, tuple[str, torch.nn.Module]]:
     """Return, for each replaced part, the prefix of its names in the engine, and the module."""
     if not isinstance(model, TrainedParts):
-        return {component_of(base, asked, type(model).__name__)[0]: ("", model)}
+        return {_component_of(base, asked, type(model).__name__): ("", model)}
     for name in model.names:
-        component_of(base, name, type(model).__name__)
+        _component_of(base, name, type(model).__name__)
     return components(model)
+
+
+def _component_of(base: Path, asked: str | None, model: str) -> str:
+    """Return a model's name in a pipeline, by default the one with the model's class."""
+    try:
+        index: dict[str, Any] = json_of((base / INDEX).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointMismatchError(
+            f"is not the folder of a diffusers pipeline: {error}",
+            f"use the pipeline folder that training started from; it contains {INDEX}",
+            "base",
+            str(base),
+        ) from error
+    parts = {
+        name: entry[1]
+        for name, entry in index.items()
+        if isinstance(entry, list) and len(entry) == 2 and entry[1]
+    }
+    if asked is not None:
+        fitting = [asked] if asked in parts else []
+    else:
+        fitting = [name for name, kind in parts.items() if kind == model]
+    if len(fitting) != 1:
+        raise CheckpointMismatchError(
+            f"matches {len(fitting) or 'no'} parts of the pipeline, which contains {parts}",
+            "set component= to the name of the trained part",
+            "component",
+            asked or model,
+        )
+    return fitting[0]
