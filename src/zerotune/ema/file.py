@@ -13,16 +13,13 @@ import fcntl
 import mmap
 import os
 import tempfile
-import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, Final
 
 import attrs
@@ -96,15 +93,11 @@ class FileTensors(EMATensors):
         self._after: dict[tuple[int, int], int] = {}
         """The chunk that the latest update used after each two chunks."""
         # One thread in the order of submission: after an interrupt, a chunk may be written twice.
-        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._transfers = ThreadPoolExecutor(1, "zerotune-ema")
         self._descriptor = self._create(self._offsets[-1]) if lengths else -1
         if lengths:
             # Not at exit, when a transfer could use the descriptor of another file.
-            weakref.finalize(self, _end, self._tasks, self._descriptor).atexit = False
-            serve = threading.Thread(
-                target=_serve, args=(self._tasks,), name="zerotune-ema", daemon=True
-            )
-            serve.start()
+            weakref.finalize(self, os.close, self._descriptor).atexit = False
 
     @property
     @override
@@ -236,9 +229,7 @@ class FileTensors(EMATensors):
             self._submit(os.pwritev, index, page)
 
     def _submit(self, call: Callable[..., int], index: int, page: _Page) -> None:
-        transfer: Future[None] = Future()
-        self._tasks.put(partial(self._transfer, transfer, call, index, page.memory))
-        page.transfer = transfer
+        page.transfer = self._transfers.submit(self._transfer, call, index, page.memory)
 
     def _finish(self, index: int) -> _Page:
         """Wait for the transfer of a chunk."""
@@ -258,32 +249,12 @@ class FileTensors(EMATensors):
         page.transfer, page.dirty = None, False
         return page
 
-    def _transfer(
-        self, transfer: Future[None], call: Callable[..., int], index: int, memory: Any
-    ) -> None:
+    def _transfer(self, call: Callable[..., int], index: int, memory: Any) -> None:
         rest, offset = memoryview(memory)[: self._nbytes[index]], self._offsets[index]
-        try:
-            while rest:
-                count = call(self._descriptor, [rest], offset)
-                if not count:
-                    raise OSError(errno.EIO, os.strerror(errno.EIO))
-                rest, offset = rest[count:], offset + count
-            # Without direct transfers: the page cache must not grow to the size of the file.
-            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        except BaseException as error:  # noqa: BLE001 - raised again where somebody waits
-            transfer.set_exception(error)
-        else:
-            transfer.set_result(None)
-
-
-def _serve(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
-    """Run tasks until ``None`` comes."""
-    while (task := tasks.get()) is not None:
-        task()
-        # The task refers to the EMA, which may be freed now.
-        del task
-
-
-def _end(tasks: SimpleQueue[Any], descriptor: int) -> None:
-    tasks.put(None)
-    os.close(descriptor)
+        while rest:
+            count = call(self._descriptor, [rest], offset)
+            if not count:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            rest, offset = rest[count:], offset + count
+        # Without direct transfers: the page cache must not grow to the size of the file.
+        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
