@@ -9,12 +9,11 @@ import attrs
 import pytest
 import torch
 
-import zerotune.plan
 from zerotune.errors import EngineError, OffloadError, OutOfMemoryError
 from zerotune.plan import DeepSpeedPlan
 from zerotune.platform import Platform
 from zerotune.platform.facts import GIB
-from zerotune.training.memory import Limits, Situation, advising, build_call, out_of_memory
+from zerotune.training.memory import Limits, Situation, advising, out_of_memory
 
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.64 GiB"
 
@@ -134,15 +133,3 @@ def test_the_error_survives_pickling():
     again = pickle.loads(pickle.dumps(found))
     assert str(again) == str(found)
     assert again.plan == found.plan
-
-
-def test_any_plan_can_be_written_in_one_line():
-    plans = [
-        DeepSpeedPlan.build(stage=3, offload="cpu", offload_param="cpu", precision="bf16"),
-        DeepSpeedPlan.build(stage=2, offload="cpu", micro_batch_size=4, gradient_clipping=0.5),
-    ]
-    names = {name: getattr(zerotune.plan, name) for name in zerotune.plan.__all__}
-    for plan in plans:
-        line = build_call(plan)
-        assert "\n" not in line
-        assert eval(line, names) == plan

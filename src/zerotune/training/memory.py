@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 import shutil
 import sys
@@ -340,7 +339,7 @@ class Limits:
             world_size=plan.world_size,
             precision=plan.precision,
             gradient_accumulation_steps=plan.gradient_accumulation_steps,
-            optimizer=_optimizer_argument(plan.plan, settled=True) or "AdamW",
+            optimizer=_optimizer_argument(plan.plan) or "AdamW",
             ema=work.ema,
             frozen_bytes=work.frozen_bytes,
             model_in_memory=work.model_in_memory,
@@ -371,45 +370,14 @@ def _advice_words(advice: Advice) -> str:
         for where, nbytes in (("device", advice.estimate.device), ("host", advice.estimate.host))
         if nbytes
     )
-    call = build_call(advice.plan)
-    return f"{advice.chosen.title} needs {needs} per rank: Trainer(plan={call}{more})"
+    plan = python_expression(advice.plan, width=sys.maxsize)
+    return f"{advice.chosen.title} needs {needs} per rank: Trainer(plan={plan}{more})"
 
 
-def build_call(plan: DeepSpeedPlan) -> str:
-    """Return one line of Python that builds the given plan, with keyword arguments if possible."""
-    given: dict[str, Any] = {
-        "stage": plan.stage,
-        "offload": plan.offload_optimizer_device,
-        "offload_param": plan.offload_param_device,
-        "micro_batch_size": plan.train_micro_batch_size_per_gpu,
-        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
-        "precision": plan.precision,
-        "gradient_clipping": plan.gradient_clipping,
-        "optimizer": _optimizer_argument(plan),
-    }
-    given = {key: value for key, value in given.items() if value not in (None, "none")}
-    try:
-        if DeepSpeedPlan.build(**given) == plan:
-            words = ", ".join(
-                f"{key}={json.dumps(value)}"
-                if isinstance(value, str)
-                else f"{key}={value!r}".replace("'", '"')
-                for key, value in given.items()
-            )
-            return f"DeepSpeedPlan.build({words})"
-    except PlanError:
-        pass
-    return python_expression(plan, width=sys.maxsize)
-
-
-def _optimizer_argument(
-    plan: DeepSpeedPlan, *, settled: bool = False
-) -> str | dict[str, Any] | None:
-    """Return the optimizer for ``build`` and ``advise``; ``settled`` omits ``"auto"`` values."""
+def _optimizer_argument(plan: DeepSpeedPlan) -> str | dict[str, Any] | None:
+    """Return the optimizer for ``advise``, without ``"auto"`` values."""
     written = plan.optimizer
     if written is None or not isinstance(written.type, str):
         return None
-    params = {
-        key: value for key, value in (written.params or {}).items() if not settled or value != AUTO
-    }
+    params = {key: value for key, value in (written.params or {}).items() if value != AUTO}
     return {"type": written.type, "params": params} if params else written.type
