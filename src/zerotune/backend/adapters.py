@@ -1,4 +1,4 @@
-"""Adapter tensors of a model: their names in the model and in files, and their initial values.
+"""Adapter tensors of a model: their names in the model and in files.
 
 Adapters follow peft: a layer ``X`` becomes ``X.base_layer``, with factors ``X.lora_A.<adapter>``,
 ``X.lokr_w1.<adapter>`` and so on. This module parses these names without importing peft. diffusers
@@ -9,7 +9,6 @@ to read such files.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import inspect
 import os
@@ -25,7 +24,6 @@ from zerotune._util.text import counted, json_of
 from zerotune.decisions import Decision
 from zerotune.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 
-_RECORD: Final = "_zerotune_adapters"
 _PARAMETER: Final = re.compile(
     r"(?P<layer>.+)\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B"
     r"|lora_magnitude_vector|lokr_w[12](?:_[ab])?|lokr_t2|hada_w[12]_[ab]|hada_t[12]"
@@ -87,8 +85,6 @@ class AdapterFacts:
     """Number of elements of the whole model, including adapters."""
     decisions: tuple[Decision, ...] = ()
     """Automatic choices."""
-    initial: Mapping[str, frozenset[str]] = attrs.field(factory=dict, repr=False)
-    """Fingerprints of each trained tensor before training, in fp32 and rounded to 16 bits."""
 
     @property
     def share(self) -> float:
@@ -101,27 +97,6 @@ class AdapterFacts:
             f"{counted(self.tensors, 'tensor')}, "
             f"{self.trained:,} of {self.total:,} elements trained ({self.share:.2%})"
         )
-
-
-def remember(model: torch.nn.Module, facts: AdapterFacts) -> None:
-    """Store an added adapter's ``AdapterFacts`` on the model.
-
-    Args:
-        model: The model with the adapter.
-        facts: Name, layers and sizes of the adapter.
-    """
-    setattr(model, _RECORD, {**getattr(model, _RECORD, {}), facts.name: facts})
-
-
-def recall(model: torch.nn.Module, adapter: str) -> AdapterFacts | None:
-    """Return an adapter's ``AdapterFacts``; ``None`` if zerotune did not add the adapter.
-
-    Args:
-        model: The model with the adapter.
-        adapter: Name of the adapter.
-    """
-    record: AdapterFacts | None = getattr(model, _RECORD, {}).get(adapter)
-    return record
 
 
 def peft_config(model: Any, adapter: str) -> Any:
@@ -149,18 +124,6 @@ def trained_adapter(names: Iterable[str], *, prefix: str = "") -> str | None:
             sorted(found),
         )
     return next(iter(found), None)
-
-
-def starting_points(tensor: torch.Tensor) -> frozenset[str]:
-    """Return three fingerprints of a tensor: in fp32, rounded to bf16, and rounded to fp16."""
-    rounded = (tensor, tensor.to(torch.bfloat16), tensor.to(torch.float16))
-    return frozenset(fingerprint(each) for each in rounded)
-
-
-def fingerprint(tensor: torch.Tensor) -> str:
-    """Return the SHA-256 of a tensor's elements in fp32, in hexadecimal."""
-    flat = tensor.detach().float().cpu().contiguous().view(-1)
-    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
 
 
 Layout = Literal["diffusers", "peft"]

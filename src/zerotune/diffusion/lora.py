@@ -30,8 +30,6 @@ from zerotune.backend.adapters import (
     baked_lokr,
     find_adapters,
     read_others,
-    remember,
-    starting_points,
 )
 from zerotune.backend.checks import checked_dtype, is_torchao
 from zerotune.backend.stored import bring_weights, standing_in
@@ -216,7 +214,7 @@ def add_lora(
             dtype; by default unchanged.
 
     Returns:
-        Facts about the adapters; the model stores a copy for exports.
+        Facts about the adapters.
 
     Raises:
         InvalidValueError: A target matches no layer, the model already has adapters, or a setting
@@ -305,9 +303,7 @@ def _train_only(
         trained=sum(int(getattr(each, "ds_numel", each.numel())) for each in trained.values()),
         total=ModelFacts.from_module(model).numel,
         decisions=decisions,
-        initial={name: starting_points(parameter) for name, parameter in trained.items()},
     )
-    remember(model, facts)
     announce(decisions)
     return facts
 

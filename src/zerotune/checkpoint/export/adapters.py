@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 import torch
 
+from zerotune._util.text import listing
 from zerotune.backend.adapters import (
     LAYOUTS,
     LORA_FILE,
@@ -19,9 +20,7 @@ from zerotune.backend.adapters import (
     SETTINGS,
     AdapterParameter,
     Layout,
-    fingerprint,
     peft_config,
-    recall,
     trained_adapter,
 )
 from zerotune.backend.checks import checked_dtype
@@ -54,19 +53,14 @@ _Layer = tuple[str, str]
 class Judgement:
     """Inspects each exported tensor, and decides at the end whether the export is valid.
 
-    A layer is untrained if none of its tensors has changed, or if the factor that starts at zero is
-    still zero. An untrained layer causes only a warning, because some layers, such as the last
-    layer of CLIP, do not affect the loss. If all layers of a component are untrained, the export
-    fails.
+    A layer is untrained if the factor that starts at zero is still zero. An untrained layer causes
+    only a warning, because some layers, such as the last layer of CLIP, do not affect the loss. If
+    all layers of a component are untrained, the export fails.
     """
 
-    def __init__(
-        self, *, initial: Mapping[str, frozenset[str]], layers: Mapping[str, _Layer], steps: int
-    ) -> None:
-        self._initial = initial
+    def __init__(self, *, layers: Mapping[str, _Layer], steps: int) -> None:
         self._layers = layers
         self._steps = steps
-        self._moved: dict[_Layer, bool] = {}
         self._zero: dict[_Layer, str] = {}
 
     @classmethod
@@ -80,25 +74,20 @@ class Judgement:
             adapters: For each component, its prefix in the model, its module and the adapter's
                 name.
         """
-        initial: dict[str, frozenset[str]] = {}
         layers = {}
         for component, (prefix, module, adapter) in adapters.items():
-            facts = recall(module, adapter)
-            if facts is not None:
-                initial |= {f"{prefix}{name}": prints for name, prints in facts.initial.items()}
             for name, _ in module.named_parameters():
                 parsed = AdapterParameter.parse(name)
                 if parsed is not None and parsed.adapter == adapter:
                     layers[f"{prefix}{name}"] = component, parsed.layer
         state = engine.state
-        return cls(initial=initial, layers=layers, steps=state.global_step - state.skipped_steps)
+        return cls(layers=layers, steps=state.global_step - state.skipped_steps)
 
-    def see(self, name: str, tensor: torch.Tensor, written: torch.Tensor) -> None:
+    def see(self, name: str, written: torch.Tensor) -> None:
         """Inspect a parameter.
 
         Args:
             name: Name of the parameter in the engine.
-            tensor: The parameter in fp32.
             written: The parameter in the dtype of the file.
         """
         if not written.numel():
@@ -109,53 +98,35 @@ class Judgement:
                 "check the losses; if the export is in fp16, export in fp32 or bf16",
                 name,
             )
-        layer = self._layers[name]
         parsed = AdapterParameter.parse(name)
         if parsed is not None and parsed.empties and not bool(written.any()):
-            self._zero[layer] = parsed.kind
-        moved = fingerprint(tensor) not in self._initial.get(name, frozenset())
-        self._moved[layer] = self._moved.get(layer, False) or moved
+            self._zero[self._layers[name]] = parsed.kind
 
     def conclude(self) -> tuple[Decision, ...]:
         """Return decisions about untrained layers."""
-        still = [layer for layer, moved in self._moved.items() if not moved or layer in self._zero]
-        if not still:
-            return ()
+        every = list(dict.fromkeys(self._layers.values()))
         if self._steps == 0:
-            return (
-                self._decision(
-                    still, "no optimizer step was taken, so the adapters have no effect"
-                ),
-            )
-        for component in {of for of, _ in still}:
-            every = [layer for layer in self._moved if layer[0] == component]
-            idle = [layer for layer in still if layer[0] == component]
-            if len(idle) == len(every):
+            return (self._decision(every, every, "no optimizer step was taken"),)
+        for component in {of for of, _ in self._zero}:
+            own = [layer for layer in every if layer[0] == component]
+            if all(layer in self._zero for layer in own):
+                kinds = " or ".join(sorted({self._zero[layer] for layer in own}))
                 raise CheckpointCorruptError(
-                    f"none of the {len(every)} adapters has changed in {self._steps} "
-                    f"steps ({self._why(idle)})",
+                    f"none of the {len(own)} adapters has changed in {self._steps} steps "
+                    f"(every {kinds} is zero)",
                     "check the learning rate, and whether the loss depends on the adapters",
                     component,
                 )
-        return (self._decision(still, "have not changed; perhaps they do not affect the loss"),)
+        if not self._zero:
+            return ()
+        idle = f"{len(self._zero)} of {len(every)} layers have not changed"
+        reason = f"{idle}; perhaps they do not affect the loss"
+        return (self._decision(list(self._zero), every, reason),)
 
-    def _why(self, layers: list[_Layer]) -> str:
-        zero = all(layer in self._zero for layer in layers)
-        kinds = " or ".join(sorted({self._zero[layer] for layer in layers})) if zero else ""
-        return f"every {kinds} is zero" if zero else "all adapters have their initial values"
-
-    def _decision(self, still: list[_Layer], reason: str) -> Decision:
-        names = [".".join(layer) for layer in still]
-        shown = ", ".join(names[:_NAMES_SHOWN]) + (", …" if len(names) > _NAMES_SHOWN else "")
-        return Decision(
-            "adapters",
-            len(self._moved),
-            len(self._moved) - len(still),
-            f"{len(still)} of {len(self._moved)} layers {reason} ({shown})"
-            if self._steps
-            else reason,
-            "warning",
-        )
+    def _decision(self, still: list[_Layer], every: list[_Layer], reason: str) -> Decision:
+        names = listing([".".join(layer) for layer in still], most=_NAMES_SHOWN)
+        left = len(every) - len(still)
+        return Decision("adapters", len(every), left, f"{reason} ({names})", "warning")
 
 
 _ALWAYS: Final = (
@@ -416,7 +387,7 @@ class _Draft:
     def append(self, name: str, tensor: torch.Tensor, *, trained: bool) -> None:  # noqa: ARG002
         """Inspect and write a tensor."""
         written = tensor.to(self._dtype)
-        self._judgement.see(name, tensor, written)
+        self._judgement.see(name, written)
         self._writer.append(self._keys[name], written)
 
     def publish(self) -> ExportedAdapters:
