@@ -128,9 +128,6 @@ def trained_adapter(names: Iterable[str], *, prefix: str = "") -> str | None:
 
 Layout = Literal["diffusers", "peft"]
 LAYOUTS: Final[tuple[Layout, ...]] = ("diffusers", "peft")
-Form = Literal["comfyui", "kohya"]
-"""Format of files with the layer names of a model's original release."""
-
 LORA_FILE: Final = "pytorch_lora_weights.safetensors"
 """File name that diffusers expects in a LoRA folder."""
 PEFT_FILE: Final = "adapter_model.safetensors"
@@ -138,12 +135,6 @@ PEFT_CONFIG: Final = "adapter_config.json"
 """Name of the configuration file that peft expects in an adapter folder."""
 SETTINGS: Final = "lora_adapter_metadata"
 """Header key under which diffusers stores the rank, alpha and other settings."""
-
-COMFYUI_PREFIX: Final = "diffusion_model."
-KOHYA_PREFIX: Final = "lora_unet_"
-ENCODER_PREFIXES: Final = {"text_encoder": "lora_te1_", "text_encoder_2": "lora_te2_"}
-_TENSOR: Final = re.compile(r"\.(?:lora_|lokr_|hada_|alpha$|dora_scale$|diff)")
-"""The suffix after a layer's name in a key."""
 
 
 def find_adapters(path: str | os.PathLike[str]) -> Path:
@@ -180,288 +171,25 @@ def adapter_settings(metadata: Mapping[str, str], component: str) -> dict[str, A
     } or None
 
 
-# -- Names of layers.
+# -- Files of other programs, which a diffusers pipeline reads.
 
 
-@attrs.frozen
-class Published:
-    """Layer names of a model's original release, which ComfyUI and kohya use."""
-
-    pipeline: str
-    """Name of the diffusers pipeline whose ``lora_state_dict`` reads files with these names."""
-    layouts: tuple[Form, ...]
-    """File formats that the pipeline reads."""
-    layers: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict)
-    """Maps each original name to diffusers' names, with ``#`` for a block's number. If a name maps
-    to several diffusers layers, the original layer concatenates their outputs. Empty if diffusers
-    uses the original names."""
-    reader: Form | None = attrs.field(default=None, kw_only=True)
-    """Format to which files are converted before diffusers reads them; ``None`` for no
-    conversion."""
-
-    def theirs(self, layer: str) -> tuple[str, tuple[str, ...]]:
-        """Return the name of the original layer, and all diffusers layers that it combines.
-
-        Args:
-            layer: Name of the layer in diffusers.
-        """
-        if not self.layers:
-            return layer, (layer,)
-        pattern, numbers = numbered(layer)
-        for name, ours in self.layers.items():
-            if pattern in ours:
-                return with_number(name, numbers), tuple(
-                    with_number(each, numbers) for each in ours
-                )
-        raise CheckpointMismatchError(
-            "diffusers cannot read this layer from a file in this format",
-            'remove the layer from the targets, or export with layout="diffusers"',
-            layer,
-        )
-
-    def respelled(self, state: Mapping[str, torch.Tensor], to: Form) -> dict[str, torch.Tensor]:
-        """Convert tensor names from ComfyUI's to kohya's or back; ``{}`` if any name is unknown.
-
-        Args:
-            state: The file's tensors, by name.
-            to: ``"comfyui"`` or ``"kohya"``.
-        """
-        flat = {name.replace(".", "_"): name for name in self.layers}
-        respelled = {}
-        for key, tensor in state.items():
-            layer, kind = layer_and_kind(key)
-            if layer.startswith(KOHYA_PREFIX):
-                pattern, numbers = numbered(layer.removeprefix(KOHYA_PREFIX), separator="_")
-                name = flat.get(pattern)
-            else:
-                pattern, numbers = numbered(layer.removeprefix(COMFYUI_PREFIX))
-                name = pattern if pattern in self.layers else None
-            if name is None:
-                return {}
-            name = with_number(name, numbers)
-            if to == "kohya":
-                name = f"{KOHYA_PREFIX}{name.replace('.', '_')}.{_TO_KOHYA.get(kind, kind)}"
-            else:
-                name = f"{COMFYUI_PREFIX}{name}.{_TO_COMFYUI.get(kind, kind)}"
-            respelled[name] = tensor
-        return respelled
-
-    def _their_names(self, model: torch.nn.Module, separator: str) -> dict[str, str]:
-        """Map original names to diffusers' names, for layers with a one-to-one mapping."""
-        found = {}
-        for name, module in model.named_modules():
-            if name and getattr(module, "weight", None) is not None:
-                try:
-                    theirs, ours = self.theirs(name)
-                except CheckpointMismatchError:
-                    continue
-                if len(ours) == 1:
-                    found[theirs.replace(".", separator)] = name
-        return found
-
-
-def numbered(layer: str, separator: str = ".") -> tuple[str, str | None]:
-    """Replace the first number in a dotted name with ``#``; return the pattern and the number.
-
-    Args:
-        layer: Name of a layer.
-        separator: Character between the parts of the name.
-    """
-    mark = re.escape(separator)
-    match = re.search(rf"(?<={mark})\d+(?={mark})", layer)
-    if match is None:
-        return layer, None
-    return f"{layer[: match.start()]}#{layer[match.end() :]}", match[0]
-
-
-def with_number(pattern: str, number: str | None) -> str:
-    """Replace ``#`` in a pattern with a number."""
-    return pattern if number is None else pattern.replace("#", number, 1)
-
-
-def layer_and_kind(key: str) -> tuple[str, str]:
-    """Split the name of a file's tensor into the layer's name and the suffix after it.
-
-    Args:
-        key: Name of the tensor.
-    """
-    match = _TENSOR.search(key)
-    return (key, "") if match is None else (key[: match.start()], key[match.start() + 1 :])
-
-
-_TO_KOHYA: Final = {"lora_A.weight": "lora_down.weight", "lora_B.weight": "lora_up.weight"}
-_TO_COMFYUI: Final = {there: here for here, there in _TO_KOHYA.items()}
-
-
-# -- Known models.
-
-
-def _one_by_one(*pairs: tuple[str, str]) -> dict[str, tuple[str, ...]]:
-    """Map original names to diffusers' names, one to one."""
-    return {theirs: (ours,) for theirs, ours in pairs}
-
-
-def _parts(block: str, *names: str) -> tuple[str, ...]:
-    return tuple(f"{block}.#.{name}" for name in names)
-
-
-def _double(between: str) -> dict[str, tuple[str, ...]]:
-    """Attention layers of two-stream blocks; ``between`` separates stream and projection."""
-    there, block = "double_blocks.#", "transformer_blocks"
-    return {
-        f"{there}.img_attn{between}qkv": _parts(block, "attn.to_q", "attn.to_k", "attn.to_v"),
-        f"{there}.txt_attn{between}qkv": _parts(
-            block, "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"
-        ),
-        f"{there}.img_attn{between}proj": _parts(block, "attn.to_out.0"),
-        f"{there}.txt_attn{between}proj": _parts(block, "attn.to_add_out"),
-    }
-
-
-def _feed_forward(first: str, second: str, modulation: str) -> dict[str, tuple[str, ...]]:
-    """Feed-forward layers and modulations of Flux blocks and similar blocks."""
-    return {
-        f"double_blocks.#.{stream}_{theirs}": _parts("transformer_blocks", ours)
-        for stream, ff, norm in (("img", "ff", "norm1"), ("txt", "ff_context", "norm1_context"))
-        for theirs, ours in (
-            (f"mlp.{first}", f"{ff}.net.0.proj"),
-            (f"mlp.{second}", f"{ff}.net.2"),
-            (f"mod.{modulation}", f"{norm}.linear"),
-        )
-    }
-
-
-_SINGLE: Final = {
-    "single_blocks.#.linear1": _parts(
-        "single_transformer_blocks", "attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"
-    ),
-    "single_blocks.#.linear2": ("single_transformer_blocks.#.proj_out",),
+_READERS: Final[Mapping[str, str]] = {
+    "UNet2DConditionModel": "StableDiffusionXLPipeline",
+    "CLIPTextModel": "StableDiffusionXLPipeline",
+    "CLIPTextModelWithProjection": "StableDiffusionXLPipeline",
+    "FluxTransformer2DModel": "FluxPipeline",
+    "ChromaTransformer2DModel": "ChromaPipeline",
+    "Flux2Transformer2DModel": "Flux2Pipeline",
+    "QwenImageTransformer2DModel": "QwenImagePipeline",
+    "ZImageTransformer2DModel": "ZImagePipeline",
+    "WanTransformer3DModel": "WanPipeline",
+    "HunyuanVideoTransformer3DModel": "HunyuanVideoPipeline",
+    "LTXVideoTransformer3DModel": "LTXPipeline",
+    "HiDreamImageTransformer2DModel": "HiDreamImagePipeline",
+    "Krea2Transformer2DModel": "Krea2Pipeline",
 }
-_FLUX: Final = {
-    **_double("."),
-    **_feed_forward("0", "2", "lin"),
-    **_SINGLE,
-    "single_blocks.#.modulation.lin": ("single_transformer_blocks.#.norm.linear",),
-}
-_FLUX_2: Final = {
-    **_double("."),
-    **_one_by_one(
-        ("double_blocks.#.img_mlp.0", "transformer_blocks.#.ff.linear_in"),
-        ("double_blocks.#.img_mlp.2", "transformer_blocks.#.ff.linear_out"),
-        ("double_blocks.#.txt_mlp.0", "transformer_blocks.#.ff_context.linear_in"),
-        ("double_blocks.#.txt_mlp.2", "transformer_blocks.#.ff_context.linear_out"),
-        ("single_blocks.#.linear1", "single_transformer_blocks.#.attn.to_qkv_mlp_proj"),
-        ("single_blocks.#.linear2", "single_transformer_blocks.#.attn.to_out"),
-        ("img_in", "x_embedder"),
-        ("txt_in", "context_embedder"),
-        ("time_in.in_layer", "time_guidance_embed.timestep_embedder.linear_1"),
-        ("time_in.out_layer", "time_guidance_embed.timestep_embedder.linear_2"),
-        ("final_layer.linear", "proj_out"),
-    ),
-}
-_HUNYUAN: Final = {
-    **_double("_"),
-    **_feed_forward("fc1", "fc2", "linear"),
-    **_SINGLE,
-    "single_blocks.#.modulation.linear": ("single_transformer_blocks.#.norm.linear",),
-}
-_WAN: Final = _one_by_one(
-    *(
-        (f"blocks.#.{theirs}.{short}", f"blocks.#.{ours}.{name}")
-        for theirs, ours in (("self_attn", "attn1"), ("cross_attn", "attn2"))
-        for short, name in (("q", "to_q"), ("k", "to_k"), ("v", "to_v"), ("o", "to_out.0"))
-    ),
-    ("blocks.#.cross_attn.k_img", "blocks.#.attn2.add_k_proj"),
-    ("blocks.#.cross_attn.v_img", "blocks.#.attn2.add_v_proj"),
-    ("blocks.#.ffn.0", "blocks.#.ffn.net.0.proj"),
-    ("blocks.#.ffn.2", "blocks.#.ffn.net.2"),
-)
-_KREA_2: Final = _one_by_one(
-    *(
-        (f"{theirs}.#.{kind}.{short}", f"{ours}.#.{name}")
-        for theirs, ours in (
-            ("blocks", "transformer_blocks"),
-            ("txtfusion.layerwise_blocks", "text_fusion.layerwise_blocks"),
-            ("txtfusion.refiner_blocks", "text_fusion.refiner_blocks"),
-        )
-        for kind, short, name in (
-            ("attn", "wq", "attn.to_q"),
-            ("attn", "wk", "attn.to_k"),
-            ("attn", "wv", "attn.to_v"),
-            ("attn", "wo", "attn.to_out.0"),
-            ("attn", "gate", "attn.to_gate"),
-            ("mlp", "gate", "ff.gate"),
-            ("mlp", "up", "ff.up"),
-            ("mlp", "down", "ff.down"),
-        )
-    )
-)
-
-_BOTH: Final[tuple[Form, ...]] = ("comfyui", "kohya")
-_COMFYUI_ALONE: Final[tuple[Form, ...]] = ("comfyui",)
-PUBLISHED: Final[Mapping[str, Published]] = {
-    "UNet2DConditionModel": Published("StableDiffusionXLPipeline", ("kohya",)),
-    "FluxTransformer2DModel": Published("FluxPipeline", _BOTH, _FLUX, reader="kohya"),
-    "ChromaTransformer2DModel": Published("ChromaPipeline", _BOTH, _FLUX, reader="kohya"),
-    "Flux2Transformer2DModel": Published("Flux2Pipeline", _BOTH, _FLUX_2, reader="kohya"),
-    "QwenImageTransformer2DModel": Published("QwenImagePipeline", _BOTH),
-    "ZImageTransformer2DModel": Published("ZImagePipeline", _BOTH),
-    "WanTransformer3DModel": Published("WanPipeline", _BOTH, _WAN, reader="comfyui"),
-    "HunyuanVideoTransformer3DModel": Published(
-        "HunyuanVideoPipeline", _BOTH, _HUNYUAN, reader="comfyui"
-    ),
-    "LTXVideoTransformer3DModel": Published("LTXPipeline", _COMFYUI_ALONE),
-    "HiDreamImageTransformer2DModel": Published("HiDreamImagePipeline", _COMFYUI_ALONE),
-    "Krea2Transformer2DModel": Published("Krea2Pipeline", _COMFYUI_ALONE, _KREA_2),
-}
-"""Original layer names, by the model's class name."""
-
-_TEXT_ENCODERS: Final = Published("StableDiffusionXLPipeline", ("kohya",))
-
-
-def publication_of(model: torch.nn.Module, component: str) -> Published | None:
-    """Return the layer names of a model's original release; ``None`` if they are unknown.
-
-    Args:
-        model: The model.
-        component: Name of the model in its pipeline, such as ``"transformer"``.
-    """
-    known = PUBLISHED.get(type(model).__name__)
-    return _TEXT_ENCODERS if component in ENCODER_PREFIXES else known
-
-
-def baked_lokr(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Multiply LoKr's alphas into the first factors, as ``load_lora_adapter`` expects.
-
-    Args:
-        state: The file's tensors, by name.
-    """
-    found = dict(state)
-    for key in [each for each in state if each.endswith(".alpha")]:
-        stem = key.removesuffix(".alpha")
-        own = {k.removeprefix(f"{stem}."): t for k, t in state.items() if k.startswith(f"{stem}.")}
-        first = next((kind for kind in ("lokr_w1", "lokr_w1_a") if kind in own), None)
-        if first is None:
-            continue
-        rank, alpha = lycoris_rank(own), float(found.pop(key))
-        if rank is not None:
-            found[f"{stem}.{first}"] = own[first] * (alpha / rank)
-    return found
-
-
-def lycoris_rank(tensors: Mapping[str, torch.Tensor]) -> int | None:
-    """Return the rank of a factorised matrix; ``None`` if both matrices are unfactorised.
-
-    Args:
-        tensors: A layer's tensors, by kind.
-    """
-    for name in ("lokr_w2_b", "lokr_w1_b", "hada_w1_b"):
-        if name in tensors:
-            return int(tensors[name].shape[0])
-    return None
-
-
-# -- Reading.
+"""Pipelines whose ``lora_state_dict`` reads a model's adapters, by the model's class name."""
 
 
 @attrs.frozen(kw_only=True)
@@ -476,24 +204,17 @@ class Read:
     """Name of the converter."""
 
 
-def read_others(
-    state: Mapping[str, torch.Tensor],
-    *,
-    model: torch.nn.Module,
-    component: str,
-    pipeline: Any = None,
-) -> Read:
+def read_others(state: Mapping[str, torch.Tensor], *, model: Any, pipeline: Any = None) -> Read:
     """Convert a LoRA file to diffusers' names with diffusers' ``lora_state_dict``.
 
     Args:
         state: The file's tensors, by their names in the file.
         model: The model that the LoRA is for.
-        component: Name of the model in its pipeline, such as ``"transformer"``.
         pipeline: A pipeline or its class; default: the one that zerotune knows for the model's
             class.
     """
-    kind, known = type(model).__name__, publication_of(model, component)
-    if known is None and pipeline is None:
+    kind = type(model).__name__
+    if pipeline is None and kind not in _READERS:
         raise CheckpointMismatchError(
             "the file does not use diffusers' names, and zerotune knows no other format for "
             f"{kind}",
@@ -501,32 +222,23 @@ def read_others(
             "adapters",
             next(iter(state), None),
         )
-    plain = None if known is None else _plain_lycoris(state, known, model, component)
-    if plain is not None:
-        return Read(tensors=plain, alphas=None, reader="the layers' names")
-    if pipeline is None and known is not None:
-        pipeline = getattr(importlib.import_module("diffusers"), known.pipeline)
-    cls = pipeline if isinstance(pipeline, type) else type(pipeline)
+    pipeline = pipeline or getattr(importlib.import_module("diffusers"), _READERS[kind])
+    cls: Any = pipeline if isinstance(pipeline, type) else type(pipeline)
     tensors = dict(state)
-    if known is not None and known.reader is not None:
-        tensors = known.respelled(tensors, known.reader) or tensors
     if not any(key.startswith("lora_") for key in tensors):
         tensors = _unscaled(tensors)
-    return _read_by(cls, tensors, model)
-
-
-def _read_by(cls: Any, state: dict[str, torch.Tensor], model: torch.nn.Module) -> Read:
     settings: dict[str, Any] = {}
-    if "unet_name" in dir(cls) and type(model).__name__.startswith("UNet"):
+    if "unet_name" in dir(cls) and kind.startswith("UNet"):
         settings["unet_config"] = model.config
     if "return_alphas" in inspect.signature(cls.lora_state_dict).parameters:
         settings["return_alphas"] = True
     try:
-        found = cls.lora_state_dict(state, **settings)
+        found = cls.lora_state_dict(tensors, **settings)
     except (ValueError, KeyError, RuntimeError, AssertionError, IndexError, TypeError) as error:
         raise CheckpointMismatchError(
             f"{cls.__name__} cannot read the file ({type(error).__name__}: {error})",
-            "check which model and trainer the file is from",
+            "check which model and trainer the file is from; the recipe convert_lora.py converts "
+            "more files to diffusers' names",
             "adapters",
         ) from error
     tensors, alphas = found if isinstance(found, tuple) else (found, None)
@@ -543,31 +255,3 @@ def _unscaled(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
                 scale = float(found.pop(key)) / found[f"{stem}.{down}.weight"].shape[0]
                 found[f"{stem}.{up}.weight"] = found[f"{stem}.{up}.weight"] * scale
     return found
-
-
-def _plain_lycoris(
-    state: Mapping[str, torch.Tensor], known: Published, model: torch.nn.Module, component: str
-) -> dict[str, torch.Tensor] | None:
-    """LoKr or LoHa tensors in diffusers' names; ``None`` for LoRA, or if a layer is joined."""
-    kinds = {layer_and_kind(key)[1].split("_")[0] for key in state}
-    if not kinds & {"lokr", "hada"}:
-        return None
-    names = {**known._their_names(model, "."), **known._their_names(model, "_")}
-    found = {}
-    for key, tensor in state.items():
-        layer, kind = layer_and_kind(key)
-        prefix = next((p for p in _LAYER_PREFIXES if layer.startswith(p)), "")
-        name = names.get(layer.removeprefix(prefix))
-        if name is None:
-            return None
-        found[f"{component}.{name}.{kind}"] = tensor
-    return found
-
-
-_LAYER_PREFIXES: Final = (
-    COMFYUI_PREFIX,
-    KOHYA_PREFIX,
-    "lycoris_",
-    *ENCODER_PREFIXES.values(),
-    "lora_te_",
-)

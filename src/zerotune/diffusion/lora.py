@@ -25,9 +25,7 @@ from zerotune.backend.adapters import (
     PEFT_FILE,
     AdapterFacts,
     AdapterParameter,
-    Read,
     adapter_settings,
-    baked_lokr,
     find_adapters,
     read_others,
 )
@@ -358,8 +356,9 @@ def load_adapters(
 
     Weights, rank, alpha and targets come from the file. Dropout is 0, because adapter files do not
     contain it. A diffusers pipeline's ``lora_state_dict`` converts files from ComfyUI, kohya's
-    trainers and other programs. The conversion may fold ``alpha / rank`` into the factors. The
-    returned ``AdapterFacts.decisions`` record which pipeline was used.
+    trainers and other programs; for files that it does not read, the recipe ``convert_lora.py``
+    knows more names. The conversion may fold ``alpha / rank`` into the factors. The returned
+    ``AdapterFacts.decisions`` record which pipeline was used.
 
     Args:
         model: A diffusers model or a transformers text encoder, without adapters.
@@ -443,9 +442,10 @@ class _AdapterFile:
                 "pass one of these names as component=",
                 str(file),
             )
-        read = read_others(state, model=self.module, component=self.component, pipeline=pipeline)
-        count = self._load_read(read)
-        return count, (
+        read = read_others(state, model=self.module, pipeline=pipeline)
+        known = {k: t for k, t in read.tensors.items() if k.startswith(f"{self.component}.")}
+        self._load_named(known, network_alphas=read.alphas)
+        return sum(".alpha" not in key for key in known), (
             Decision(
                 "adapters.format",
                 f"unknown tensor names ({next(iter(state), None)}, …)",
@@ -471,35 +471,6 @@ class _AdapterFile:
             adapter_name=self.name,
             **settings,
         )
-
-    def _load_read(self, read: Read) -> int:
-        """Load tensors from diffusers' converters, or LoKr and LoHa tensors with layers' names."""
-        state = {key: t for key, t in read.tensors.items() if key.startswith(f"{self.component}.")}
-        if any(".hada_" in key for key in state):
-            return self._load_loha(state)
-        state = baked_lokr(state)
-        self._load_named(state, network_alphas=read.alphas)
-        return sum(".alpha" not in key for key in state)
-
-    def _load_loha(self, state: dict[str, torch.Tensor]) -> int:
-        own = {key.removeprefix(f"{self.component}."): tensor for key, tensor in state.items()}
-        ranks = {
-            key.removesuffix(".hada_w1_b"): int(t.shape[0])
-            for key, t in own.items()
-            if key.endswith(".hada_w1_b")
-        }
-        alphas = {
-            layer: float(own.pop(f"{layer}.alpha", torch.tensor(rank)))
-            for layer, rank in ranks.items()
-        }
-        config = _peft().LoHaConfig(
-            target_modules=list(ranks),
-            rank_pattern={f"^{layer}": rank for layer, rank in ranks.items()},
-            alpha_pattern={f"^{layer}": alpha for layer, alpha in alphas.items()},
-            use_effective_conv2d=any("hada_t1" in key for key in own),
-        )
-        self._inject(config, own)
-        return len(own)
 
     def _load_peft(self) -> int:
         """Load a folder written by peft."""
