@@ -34,7 +34,6 @@ DEEPSPEED: Final = {
     "the legacy offload": """{
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": 2, "cpu_offload": true, "contiguous_gradients": true}}""",
-    "the boolean stage": '{"train_batch_size": 4, "zero_optimization": true}',
     "fp16 with every scale": """{
         "train_micro_batch_size_per_gpu": 8, "gradient_clipping": 0.3,
         "fp16": {"enabled": true, "loss_scale": 0, "initial_scale_power": 12,

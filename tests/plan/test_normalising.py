@@ -16,21 +16,6 @@ def normalised(config):
     ("written", "becomes", "keys"),
     [
         (
-            {"zero_optimization": True},
-            {"zero_optimization": {"stage": 1}},
-            ["zero_optimization"],
-        ),
-        (
-            {"zero_optimization": False},
-            {"zero_optimization": {"stage": 0}},
-            ["zero_optimization"],
-        ),
-        (
-            {"zero_optimization": True, "allgather_size": 5e8},
-            {"zero_optimization": {"stage": 1, "allgather_bucket_size": 500_000_000}},
-            ["zero_optimization", "zero_optimization.allgather_bucket_size"],
-        ),
-        (
             {"zero_optimization": {"stage": 2, "cpu_offload": True}},
             {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
             ["zero_optimization.cpu_offload"],
@@ -44,22 +29,6 @@ def normalised(config):
             {"zero_optimization": {"stage": 2, "cpu_offload": False}},
             {"zero_optimization": {"stage": 2}},
             ["zero_optimization.cpu_offload"],
-        ),
-        (
-            {
-                "zero_optimization": {
-                    "stage": 2,
-                    "cpu_offload": True,
-                    "cpu_offload_use_pin_memory": True,
-                }
-            },
-            {
-                "zero_optimization": {
-                    "stage": 2,
-                    "offload_optimizer": {"device": "cpu", "pin_memory": True},
-                }
-            },
-            ["zero_optimization.cpu_offload", "zero_optimization.cpu_offload_use_pin_memory"],
         ),
         (
             {"zero_optimization": {"offload_optimizer": "cpu", "offload_param": False}},

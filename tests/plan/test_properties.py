@@ -59,7 +59,6 @@ ZERO_KEYS = {
     *known_keys.ZERO_ALIASES,
     "cpu_offload",
     "cpu_offload_params",
-    "cpu_offload_use_pin_memory",
 }
 SCHEDULES = st.fixed_dictionaries(
     {

@@ -89,16 +89,6 @@ class TestSave:
         written = json.loads((tmp_path / "ds.json").read_text())
         assert written == {"train_batch_size": 4, "bf16": {"enabled": True}}
 
-    @pytest.mark.parametrize(
-        ("lossy", "close"),
-        [(["num_proceses"], "num_processes"), (["bogus"], "gpu_ids"), ("launch.gpu_id", "gpu_ids")],
-    )
-    def test_a_name_in_lossy_that_is_not_a_launch_setting_is_an_error(self, plan, lossy, close):
-        with pytest.raises(InvalidValueError, match="is not a launch setting") as caught:
-            plan_document(plan, lossy=lossy)
-        assert caught.value.key == "lossy"
-        assert close in caught.value.fix
-
     @pytest.mark.parametrize("beside", ['"distributed_type": "DEEPSPEED"', '"--seed": 3'])
     def test_a_file_with_other_settings_is_not_overwritten(self, plan, tmp_path, beside):
         file = tmp_path / "config.json"

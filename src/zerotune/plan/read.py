@@ -492,8 +492,7 @@ def _places_of(plan: Settings, name: str, value: Any) -> list[tuple[str, Any]]:
             )
         return [(f"{_ZERO_KEY}.offload_{part}.nvme_path", value) for part in swapped]
     if name not in _BOTH_PRECISIONS:
-        stage = name == _ZERO_KEY and isinstance(value, bool)  # DeepSpeed's old form of stage 1
-        return [(canonical_path(_path_of(name, value)), int(value) if stage else value)]
+        return [(canonical_path(_path_of(name, value)), value)]
     settings: list[tuple[str, Any]] = []
     if plan.launch is not None and plan.launch.mixed_precision is not None:
         settings.append(("launch.mixed_precision", None))
@@ -507,8 +506,6 @@ def _places_of(plan: Settings, name: str, value: Any) -> list[tuple[str, Any]]:
 def _path_of(name: str, value: Any) -> str:
     """Return the path of a named setting; a scalar sets the main key of a section."""
     alone = isinstance(value, str | bool)
-    if name == _ZERO_KEY and isinstance(value, bool):
-        return f"{_ZERO_KEY}.stage"
     if name in SHORT_NAMES and not isinstance(value, Mapping):
         # null on the short name of a section means the section and not its main key.
         whole = value is None and SHORT_NAMES[name].startswith(f"{name}.")

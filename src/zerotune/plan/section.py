@@ -225,7 +225,9 @@ def read_section(cls: type[SectionT], raw: Any, *, key: str, log: Log) -> Sectio
 
 def _require_object(raw: Any, key: str) -> None:
     if not isinstance(raw, Mapping):
-        stage = as_number(raw[0] if isinstance(raw, list) and len(raw) == 1 else raw)
+        written = raw[0] if isinstance(raw, list) and len(raw) == 1 else raw
+        # DeepSpeed's first releases wrote true for stage 1.
+        stage = int(written) if isinstance(written, bool) else as_number(written)
         meant = key == "zero_optimization" and stage is not None and stage in (0, 1, 2, 3)
         raise InvalidValueError(
             "must be an object",

@@ -54,7 +54,6 @@ class _Translating:
 
     def top_level(self) -> dict[str, Any]:
         section = self.section
-        self._boolean_zero()
         self.log.attempt(self._saved_whole)
         if section.get("steps_per_print") == math.inf:
             section["steps_per_print"] = LARGEST_INTEGER
@@ -81,7 +80,6 @@ class _Translating:
         for key, modern in _LEGACY_OFFLOAD.items():
             if key in section:
                 self.log.attempt(self._legacy_offload, key, modern)
-        self._legacy_pinning()
         self._drop_disabled(REMOVED_ZERO)
         return section
 
@@ -96,22 +94,6 @@ class _Translating:
                 why = f"dropped; DeepSpeed 0.19 rejects the key even if disabled: it removed {what}"
                 path = join(self.path, key)
                 self.log.decide(path, self.section.pop(key), None, Rejected(why), "warning")
-
-    def _boolean_zero(self) -> None:
-        value = self.section.get("zero_optimization")
-        if not isinstance(value, bool):
-            return
-        inner: dict[str, Any] = {"stage": int(value)}
-        if "allgather_size" in self.section and value:
-            inner["allgather_bucket_size"] = self.section.pop("allgather_size")
-        self.section["zero_optimization"] = inner
-        self.log.decide(
-            "zero_optimization",
-            value,
-            inner,
-            "zero_optimization is a boolean; in this old form, true means stage 1",
-            "warning",
-        )
 
     def _saved_whole(self) -> None:
         """Translate accelerate's name of a ZeRO key, as in SimpleTuner's documentation."""
@@ -168,21 +150,5 @@ class _Translating:
             value,
             f'{modern} = {{"device": "cpu"}}' if enabled else None,
             f"the key is deprecated; DeepSpeed replaced it with {modern}",
-            "warning",
-        )
-
-    def _legacy_pinning(self) -> None:
-        key = "cpu_offload_use_pin_memory"
-        if key not in self.section:
-            return
-        value = self.section.pop(key)
-        for modern in ("offload_param", "offload_optimizer"):
-            if isinstance(self.section.get(modern), Mapping) and value is not None:
-                self.section[modern] = {"pin_memory": value, **self.section[modern]}
-        self.log.decide(
-            f"{self.path}.{key}",
-            value,
-            "pin_memory in the offload sections",
-            "the key is deprecated; DeepSpeed reads pin_memory instead",
             "warning",
         )

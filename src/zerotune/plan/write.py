@@ -13,7 +13,7 @@ from typing import Any, Final
 import attrs
 
 from zerotune._util.files import sync, write_atomically
-from zerotune._util.text import as_texts, did_you_mean, is_integer, is_number
+from zerotune._util.text import as_texts, is_integer, is_number
 from zerotune.decisions import Decision, Log
 from zerotune.errors import UNSET, InvalidValueError, PlanFileError, PlanSyntaxError
 from zerotune.plan.accelerate import (
@@ -107,10 +107,11 @@ def plan_document(
             of the plan's fields.
 
     Raises:
-        InvalidValueError: The format is unknown, ``lossy`` contains a name that is not a launch
-            setting, or a launch setting is neither supported by the format nor named in ``lossy``.
+        InvalidValueError: The format is unknown, or a launch setting is neither supported by the
+            format nor named in ``lossy``.
     """
-    writer = _Writer(plan=plan, lossy=_launch_settings(plan, lossy), like=like or {})
+    dropped = frozenset(name.strip().removeprefix("launch.") for name in as_texts(lossy))
+    writer = _Writer(plan=plan, lossy=dropped, like=like or {})
     if format == "deepspeed":
         return writer.deepspeed()
     if format == "accelerate":
@@ -124,21 +125,6 @@ def plan_document(
         "format",
         format,
     )
-
-
-def _launch_settings(plan: Settings, names: Collection[str]) -> frozenset[str]:
-    """Return the launch settings that ``names`` names, each with or without ``launch.``."""
-    settings = {name: name.strip().removeprefix("launch.") for name in as_texts(names)}
-    written = plan.launch.to_dict() if plan.launch else {}
-    modelled_here = {attribute.name for attribute in modelled(LaunchSection)}
-    known = TOP_LEVEL | LAUNCH_IN_BLOCK | modelled_here | written.keys()
-    for name, setting in settings.items():
-        if setting not in known:
-            close = did_you_mean(setting, sorted(known)) or ["num_processes", "gpu_ids"]
-            raise InvalidValueError(
-                "is not a launch setting", f"use names such as {', '.join(close)}", "lossy", name
-            )
-    return frozenset(settings.values())
 
 
 def launchable(plan: SettingsT, *, processes: int = 1) -> SettingsT:

@@ -90,55 +90,37 @@ class _Update:
             )
         return value
 
-    def warmup(self) -> float | None:
-        """Return the factor on the learning rate during the warm-up; ``None`` after the warm-up."""
+    def after_ramp(self, factor: Callable[[_Update], float]) -> float:
+        """Return the rate of a schedule of diffusers: a linear warm-up, then ``factor``."""
         warmup = self["num_warmup_steps"]
-        return float(self.step) / float(max(1, warmup)) if self.step < warmup else None
+        if self.step < warmup:
+            return self.base_lr * (float(self.step) / float(max(1, warmup)))
+        return float(self.base_lr * factor(self))
 
     def progress(self) -> float:
         warmup = self["num_warmup_steps"]
         return float(self.step - warmup) / float(max(1, self["num_training_steps"] - warmup))
 
-    def constant_with_warmup(self) -> float:
-        warmup = self["num_warmup_steps"]
-        return self.base_lr * (
-            float(self.step) / float(max(1.0, warmup)) if self.step < warmup else 1.0
-        )
-
     def linear(self) -> float:
-        factor = self.warmup()
-        if factor is None:
-            total, warmup = self["num_training_steps"], self["num_warmup_steps"]
-            factor = max(0.0, float(total - self.step) / float(max(1, total - warmup)))
-        return self.base_lr * factor
+        total, warmup = self["num_training_steps"], self["num_warmup_steps"]
+        return max(0.0, float(total - self.step) / float(max(1, total - warmup)))
 
     def cosine(self) -> float:
-        factor = self.warmup()
-        if factor is None:
-            angle = math.pi * float(self["num_cycles"]) * 2.0 * self.progress()
-            factor = max(0.0, 0.5 * (1.0 + math.cos(angle)))
-        return self.base_lr * factor
+        angle = math.pi * float(self["num_cycles"]) * 2.0 * self.progress()
+        return max(0.0, 0.5 * (1.0 + math.cos(angle)))
 
     def cosine_with_restarts(self) -> float:
-        factor = self.warmup()
-        if factor is None:
-            progress = self.progress()
-            if progress >= 1.0:
-                return 0.0
-            cycle = (float(self["num_cycles"]) * progress) % 1.0
-            factor = max(0.0, 0.5 * (1.0 + math.cos(math.pi * cycle)))
-        return self.base_lr * factor
+        progress = self.progress()
+        cycle = (float(self["num_cycles"]) * progress) % 1.0
+        return 0.0 if progress >= 1.0 else max(0.0, 0.5 * (1.0 + math.cos(math.pi * cycle)))
 
     def polynomial(self) -> float:
-        factor = self.warmup()
-        if factor is not None:
-            return self.base_lr * factor
         end, total = self["lr_end"], self["num_training_steps"]
         if self.step > total:
-            return float(self.base_lr * (end / self.base_lr))
+            return float(end / self.base_lr)
         remaining = 1 - (self.step - self["num_warmup_steps"]) / (total - self["num_warmup_steps"])
         decayed = (self.base_lr - end) * remaining ** self["power"] + end
-        return float(self.base_lr * (decayed / self.base_lr))
+        return float(decayed / self.base_lr)
 
     def warmup_gamma(self, iteration: int, steps: int) -> float:
         """Return the completed fraction of the warm-up at ``iteration < steps``."""
@@ -223,31 +205,31 @@ class _Update:
 
     def one_cycle(self) -> float:
         low = float(self["cycle_min_lr"])
-        high = float(self["cycle_max_lr"])
         if self.step == 0:
             return low
-        total = sum(self.cycle_halves())
-        if self.step - 1 < total:
-            return low + (high - low) * self.cycle_scale()
-        if self["decay_step_size"] == 0 or self["decay_lr_rate"] == 0:
-            return low
-        return float(low / (1 + self["decay_lr_rate"] * self.decay_interval(total)))
-
-    def decay_interval(self, total: float) -> float:
-        # In DeepSpeed's order, because a fractional cycle length would round differently.
-        return float((self.step - 1 - total + 1) / self["decay_step_size"])
+        rate = self.within_cycle(low, float(self["cycle_max_lr"]))
+        return low / self.decay("decay_lr_rate") if rate is None else rate
 
     def one_cycle_momentum(self) -> float:
-        low = float(self["cycle_min_mom"])
-        high = float(self["cycle_max_mom"])
+        low, high = float(self["cycle_min_mom"]), float(self["cycle_max_mom"])
         if self.step == 0:
             return low
-        total = sum(self.cycle_halves())
-        if self.step - 1 < total:
-            return high - (high - low) * self.cycle_scale()
-        if self["decay_step_size"] == 0 or self["decay_mom_rate"] == 0:
-            return high
-        return float(high * (1 + self["decay_mom_rate"] * self.decay_interval(total)))
+        momentum = self.within_cycle(high, low)
+        return high * self.decay("decay_mom_rate") if momentum is None else momentum
+
+    def within_cycle(self, ends: float, peak: float) -> float | None:
+        """Return a value between that at the ends of the cycle and its peak; ``None`` after it."""
+        if self.step - 1 < sum(self.cycle_halves()):
+            return ends + (peak - ends) * self.cycle_scale()
+        return None
+
+    def decay(self, rate: str) -> float:
+        """Return the factor by which the value has decayed after the cycle."""
+        if self["decay_step_size"] == 0 or self[rate] == 0:
+            return 1.0
+        # In DeepSpeed's order, because a fractional cycle length would round differently.
+        interval = (self.step - 1 - sum(self.cycle_halves()) + 1) / self["decay_step_size"]
+        return float(1 + self[rate] * float(interval))
 
 
 def _check_step(step: int) -> None:
@@ -262,11 +244,11 @@ _CURVES: Final[Mapping[str, Callable[[_Update], float]]] = {
     "OneCycle": _Update.one_cycle,
     "LRRangeTest": _Update.lr_range_test,
     "constant": lambda update: update.base_lr,
-    "constant_with_warmup": _Update.constant_with_warmup,
-    "linear": _Update.linear,
-    "cosine": _Update.cosine,
-    "cosine_with_restarts": _Update.cosine_with_restarts,
-    "polynomial": _Update.polynomial,
+    "constant_with_warmup": lambda update: update.after_ramp(lambda _: 1.0),
+    "linear": lambda update: update.after_ramp(_Update.linear),
+    "cosine": lambda update: update.after_ramp(_Update.cosine),
+    "cosine_with_restarts": lambda update: update.after_ramp(_Update.cosine_with_restarts),
+    "polynomial": lambda update: update.after_ramp(_Update.polynomial),
 }
 
 

@@ -20,7 +20,6 @@ from zerotune.plan.rules.rule import (
     is_from_file,
     number,
     rule,
-    wide_weight,
 )
 from zerotune.plan.section import value_at
 from zerotune.plan.settings import Settings
@@ -72,24 +71,6 @@ def optimizer_lr_unset(case: Case, this: Rule) -> Findings:
         yield this.finding("optimizer.params.lr", None, edits=writes(lr, 1e-3), **words)
 
 
-@rule(
-    "muon-convolutions",
-    "warning",
-    reason="without zerotune, DeepSpeed's Muon fails on weights with more than two dimensions, "
-    "such as {wide}",
-    edits=writes("AdamW"),
-)
-def muon_convolutions(case: Case, this: Rule) -> Findings:
-    """DeepSpeed's own Muon fails on convolution weights at stages 2 and 3.
-
-    Alternatively, let Muon's auxiliary Adam update convolutions. The rule applies only if
-    the model is known.
-    """
-    plan, wide = case.plan, wide_weight(case)
-    if plan.optimizer_name == "Muon" and wide is not None and plan.stage in (2, 3):
-        yield this.finding("optimizer.type", value_at(plan, "optimizer.type", None), wide=wide)
-
-
 # -- Rules on the learning-rate schedule and the length of the run.
 
 _CYCLE_DEFAULT: Final = 2000
@@ -114,7 +95,7 @@ def schedule_name(plan: Settings) -> str | None:
     "peak",
     fix="write fewer warm-up steps, such as {tenth}; count optimizer steps, not micro batches",
     only_deepspeed=False,
-    when=attrgetter("scheduler"),
+    when=attrgetter("plan.scheduler"),
 )
 def warmup_too_long(case: Case, this: Rule) -> Findings:
     """The warm-up is at least as long as the schedule or the run."""
@@ -139,7 +120,7 @@ def warmup_too_long(case: Case, this: Rule) -> Findings:
     reason="the run has {run_steps} optimizer steps, so {effect}",
     fix='write {run_steps}, or "auto"',
     only_deepspeed=False,
-    when=attrgetter("scheduler"),
+    when=attrgetter("plan.scheduler"),
 )
 def scheduler_total(case: Case, this: Rule) -> Findings:
     """``total_num_steps`` differs from the number of optimizer steps in the run.
@@ -177,7 +158,7 @@ def scheduler_total(case: Case, this: Rule) -> Findings:
     "rate never returns to its minimum",
     fix="write at most {half_the_run}",
     only_deepspeed=False,
-    when=attrgetter("scheduler"),
+    when=attrgetter("plan.scheduler"),
 )
 def scheduler_cycle(case: Case, this: Rule) -> Findings:
     """A ``OneCycle`` that is longer than the run never returns to its minimum learning rate.
@@ -214,7 +195,7 @@ _DECAY_PEAK: Final = 1e-3
     "zerotune's peaks at the optimizer's learning rate",
     fix=f"write {{lr}}, or {_DECAY_PEAK:g} to train as DeepSpeed does",
     resolved_elsewhere=True,
-    when=attrgetter("scheduler"),
+    when=attrgetter("plan.scheduler"),
 )
 def scheduler_peak_unset(case: Case, this: Rule) -> Findings:
     """Without ``warmup_max_lr``, ``WarmupDecayLR`` has another peak than in DeepSpeed.
@@ -237,7 +218,7 @@ def scheduler_peak_unset(case: Case, this: Rule) -> Findings:
     only_deepspeed=False,
     resolved_elsewhere=True,
     refused_elsewhere=True,
-    when=attrgetter("scheduler"),
+    when=attrgetter("plan.scheduler"),
 )
 def scheduler_warmup_number(case: Case, this: Rule) -> Findings:
     """DeepSpeed rejects a warm-up such as 1e3 or "100" ("must be a positive integer")."""

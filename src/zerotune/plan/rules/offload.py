@@ -14,7 +14,6 @@ from zerotune.plan.optimizer.names import entry_of
 from zerotune.plan.resolve.batch import CLIPPING
 from zerotune.plan.resolve.case import Case
 from zerotune.plan.resolve.sizes import (
-    NO_PREFETCH,
     OPTIMIZER_BUFFERS,
     SUB_GROUP_NVME,
     largest_sub_group,
@@ -37,7 +36,6 @@ from zerotune.plan.rules.rule import (
 )
 from zerotune.plan.settings import Settings
 from zerotune.plan.values import AUTO
-from zerotune.platform.facts import CUDA_ALLOCATORS
 
 
 @rule(
@@ -80,22 +78,6 @@ def partial_offload_optimizer(case: Case, this: Rule) -> Findings:
 
 
 _SUPER_OFFLOAD: Final = f"{OPTIMIZER}.super_offload"
-
-
-@rule(
-    "super-offload-accelerator",
-    "error",
-    reason="SuperOffload needs CUDA, but this platform trains on {accelerator}",
-    fix="remove super_offload",
-    edits=(REMOVAL,),
-)
-def super_offload_accelerator(case: Case, this: Rule) -> Findings:
-    """SuperOffload runs only on NVIDIA CUDA devices."""
-    platform = case.context.platform
-    if not _super_offloads(case.plan) or case.plan.stage != 3 or platform is None:
-        return
-    if platform.accelerator not in CUDA_ALLOCATORS:
-        yield this.finding(_SUPER_OFFLOAD, True, accelerator=platform.accelerator)
 
 
 @rule("super-offload", "warning")
@@ -252,21 +234,3 @@ def nvme_param_buffers(case: Case, this: Rule) -> Findings:
         need = swapping.buffers
         edits = writes(need, AUTO)
         yield this.finding(key, written, edits=edits, gathered=gathered, need=need)
-
-
-@rule(
-    "nvme-param-prefetch",
-    "warning",
-    reason=NO_PREFETCH,
-    edits=writes(0, AUTO),
-    when=swaps_parameters,
-)
-def nvme_param_prefetch(case: Case, this: Rule) -> Findings:
-    """Prefetching parameters from NVMe fails in the second step.
-
-    DeepSpeed raises "already assigned swap buffer"; zerotune therefore disables prefetching.
-    """
-    plan, zero = case.plan, case.plan.zero_optimization
-    written = integer(zero.stage3_prefetch_bucket_size) if zero else None
-    if zero is not None and written and case.swaps_parameters(zero, plan.aio):
-        yield this.finding("zero_optimization.stage3_prefetch_bucket_size", written, after=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from zerotune._util.text import is_number
+from zerotune._util.text import is_integer, is_number
 from zerotune.decisions import Severity
 from zerotune.errors import (
     REMOVAL,
@@ -13,7 +13,9 @@ from zerotune.errors import (
     writes,
 )
 from zerotune.plan.optimizer.catalogue import ONE_BIT
+from zerotune.plan.resolve.batch import CLIPPING, MICRO, clipping_sources
 from zerotune.plan.resolve.case import Case
+from zerotune.plan.resolve.sizes import NO_PREFETCH
 from zerotune.plan.rules.rule import (
     ON_CPU,
     OPTIMIZER,
@@ -25,14 +27,16 @@ from zerotune.plan.rules.rule import (
     Rule,
     active,
     offload_section,
+    swaps_parameters,
+    wide_weight,
 )
 from zerotune.plan.section import (
     Section,
     value_at,
 )
 from zerotune.plan.sections import only_precision
-from zerotune.plan.settings import Settings
 from zerotune.plan.values import AUTO
+from zerotune.platform.facts import CUDA_ALLOCATORS
 
 
 def setting_rule(
@@ -41,6 +45,7 @@ def setting_rule(
     settings: Mapping[str, Callable[[Any], bool]],
     *,
     after: Any = UNSET,
+    words: Callable[[Case], Mapping[str, Any]] = lambda _case: {},
     **options: Any,
 ) -> Rule:
     """Return a rule that checks the values of single settings.
@@ -51,7 +56,9 @@ def setting_rule(
         settings: Mapping from the path of each setting to a function that returns true for values
             to report.
         after: Value of the setting after resolution.
-        **options: Attributes of ``Rule``; in ``reason``, ``{stage}`` stands for the plan's stage.
+        words: Function that returns values for placeholders in ``reason`` and ``fix``; ``{stage}``
+            stands for the plan's stage.
+        **options: Attributes of ``Rule``.
     """
 
     def check(case: Case, this: Rule) -> Findings:
@@ -60,7 +67,7 @@ def setting_rule(
             value = value_at(plan, path, None)
             if refused(value):
                 shown = value.to_dict() if isinstance(value, Section) else value
-                yield this.finding(path, shown, after=after, stage=plan.stage)
+                yield this.finding(path, shown, after=after, stage=plan.stage, **words(case))
 
     return Rule(id=rule_id, severity=severity, check=check, **options)
 
@@ -81,8 +88,21 @@ def is_below(limit: float) -> Callable[[Any], bool]:
     return lambda value: is_number(value) and value < limit
 
 
-def _scales(plan: Settings) -> bool:
-    return plan.fp16 is not None and plan.fp16.enabled is True
+def _scales(case: Case) -> bool:
+    return case.plan.fp16 is not None and case.plan.fp16.enabled is True
+
+
+def _swaps(case: Case) -> bool:
+    """Whether any parameter is actually swapped to NVMe."""
+    zero = case.plan.zero_optimization
+    return (
+        zero is not None and swaps_parameters(case) and case.swaps_parameters(zero, case.plan.aio)
+    )
+
+
+def _super_offloads_elsewhere(case: Case) -> bool:
+    platform, section = case.context.platform, offload_section(case.plan, "optimizer")
+    return platform is not None and platform.accelerator not in CUDA_ALLOCATORS and active(section)
 
 
 SETTING_RULES: Final = (
@@ -112,7 +132,7 @@ SETTING_RULES: Final = (
         "note",
         {f"{PARAM}.device": is_one("cpu", "nvme")},
         stages=(3,),
-        when=lambda plan: plan.offload_optimizer_device == "none",
+        when=lambda case: case.plan.offload_optimizer_device == "none",
         summary="Parameters are offloaded while the larger optimizer states stay on the device.",
         reason="the optimizer states stay on the device; in mixed precision they are six times "
         "as large as the parameters",
@@ -195,7 +215,7 @@ SETTING_RULES: Final = (
         "error",
         {"prescale_gradients": is_other(False), "gradient_predivide_factor": is_other(1)},
         stages=(2, 3),
-        when=lambda plan: value_at(plan, f"{ZERO_PATH}.reduce_scatter", None) is not False,
+        when=lambda case: value_at(case.plan, f"{ZERO_PATH}.reduce_scatter", None) is not False,
         summary="At stages 2 and 3, DeepSpeed rejects scaling gradients before the reduction.",
         reason="at stage {stage} with reduce_scatter (the default), DeepSpeed rejects scaled "
         "gradients",
@@ -206,17 +226,31 @@ SETTING_RULES: Final = (
         "warning",
         {f"{ZERO_PATH}.reduce_scatter": lambda value: value is not False},
         stages=(3,),
-        when=lambda plan: plan.optimizer_name == "Muon",
+        when=lambda case: case.plan.optimizer_name == "Muon",
         summary="DeepSpeed's own Muon cannot use ``reduce_scatter``, the default, at stage 3.",
         reason="without zerotune, DeepSpeed fails at stage 3 with "
         '"Muon and reduce scatter cannot be used together"',
         edits=({f"{ZERO_PATH}.reduce_scatter": False}, {STAGE: 2}),
     ),
     setting_rule(
+        "muon-convolutions",
+        "warning",
+        {"optimizer.type": is_other()},
+        stages=(2, 3),
+        when=lambda case: case.plan.optimizer_name == "Muon" and wide_weight(case),
+        words=lambda case: {"wide": wide_weight(case)},
+        summary="DeepSpeed's own Muon fails on convolution weights at stages 2 and 3.",
+        reason="without zerotune, DeepSpeed's Muon fails on weights with more than two dimensions, "
+        "such as {wide}",
+        edits=writes("AdamW"),
+        remark="Alternatively, let Muon's auxiliary Adam update convolutions. The rule applies "
+        "only if the model is known.",
+    ),
+    setting_rule(
         "one-bit-optimizer",
         "error",
         {"optimizer.type": is_other()},
-        when=lambda plan: plan.optimizer_name in ONE_BIT,
+        when=lambda case: case.plan.optimizer_name in ONE_BIT,
         summary="DeepSpeed 0.19 removed the 1-bit optimizers, which never ran with ZeRO.",
         reason="DeepSpeed 0.19 removed the 1-bit optimizers, and older releases reject them with "
         "ZeRO",
@@ -237,8 +271,8 @@ SETTING_RULES: Final = (
         "dynamic-loss-scale",
         "error",
         {"fp16.loss_scale_window": is_one(0), "fp16.min_loss_scale": is_one(0)},
-        when=lambda plan: (
-            _scales(plan) and value_at(plan, "fp16.loss_scale", None) in (None, 0, AUTO)
+        when=lambda case: (
+            _scales(case) and value_at(case.plan, "fp16.loss_scale", None) in (None, 0, AUTO)
         ),
         summary="A dynamic loss scale needs ``loss_scale_window`` and ``min_loss_scale`` above 0.",
         reason="DeepSpeed rejects the value 0 with a dynamic loss scale",
@@ -279,10 +313,72 @@ SETTING_RULES: Final = (
         "error",
         {f"{ZERO_PATH}.zenflow": is_other()},
         stages=(1, 2),
-        when=lambda plan: not active(offload_section(plan, "optimizer")),
+        when=lambda case: not active(offload_section(case.plan, "optimizer")),
         summary="ZenFlow needs the optimizer in host memory.",
         reason="DeepSpeed rejects ZenFlow without offload of the optimizer",
         edits=(ON_CPU, REMOVAL),
+    ),
+    setting_rule(
+        "zenflow-convolutions",
+        "error",
+        {f"{ZERO_PATH}.zenflow": is_other()},
+        when=wide_weight,
+        words=lambda case: {"wide": wide_weight(case)},
+        summary="ZenFlow fails on convolution weights, or corrupts them.",
+        reason="ZenFlow corrupts weights with more than two dimensions, such as {wide}",
+        fix="remove zenflow",
+        edits=(REMOVAL,),
+        remark="ZenFlow selects columns of matrices (``num_row, num_col``). It treats other shapes "
+        "as one row, or fails to transpose them. The rule applies only if the model is known.",
+    ),
+    setting_rule(
+        "super-offload-accelerator",
+        "error",
+        {f"{OPTIMIZER}.super_offload": is_one(True)},
+        stages=(3,),
+        when=_super_offloads_elsewhere,
+        words=lambda case: {"accelerator": case.context.machine.accelerator},
+        summary="SuperOffload runs only on NVIDIA CUDA devices.",
+        reason="SuperOffload needs CUDA, but this platform trains on {accelerator}",
+        fix="remove super_offload",
+        edits=(REMOVAL,),
+    ),
+    setting_rule(
+        "nvme-param-prefetch",
+        "warning",
+        {f"{ZERO_PATH}.stage3_prefetch_bucket_size": lambda size: is_integer(size) and size > 0},
+        when=_swaps,
+        after=0,
+        summary="Prefetching parameters from NVMe fails in the second step.",
+        reason=NO_PREFETCH,
+        edits=writes(0, AUTO),
+        remark='DeepSpeed raises "already assigned swap buffer"; zerotune therefore disables '
+        "prefetching.",
+    ),
+    setting_rule(
+        "micro-batch-unset",
+        "note",
+        {MICRO: lambda size: size in (None, AUTO)},
+        when=lambda case: (
+            case.plan.train_batch_size in (None, AUTO) and case.context.run.micro_batch_size is None
+        ),
+        only_deepspeed=False,
+        summary="No batch size is set.",
+        reason="no batch size is set, so the micro batch size is 1",
+        fix="write the batch size per GPU, such as 1",
+        edits=writes(1),
+    ),
+    setting_rule(
+        "clipping-unset",
+        "note",
+        {CLIPPING: lambda norm: norm is None},
+        when=lambda case: not clipping_sources(case.plan, case.context.run),
+        only_deepspeed=False,
+        summary="No gradient clipping is set, and DeepSpeed's default changed from 0 to 1.0.",
+        reason="no gradient clipping is set, so gradients are clipped to a norm of 1.0; older "
+        "DeepSpeed releases did not clip",
+        fix="write a maximum norm, such as 1.0, or write 0 to disable clipping",
+        edits=writes(1.0, 0),
     ),
     setting_rule(
         "activation-checkpointing",

@@ -71,8 +71,8 @@ class Rule:
     findings as errors."""
     stages: tuple[int, ...] = ()
     """ZeRO stages to which the rule applies; empty for all stages."""
-    when: Callable[[Settings], Any] | None = attrs.field(default=None, repr=False)
-    """Additional condition on the plan for the rule to apply."""
+    when: Callable[[Case], Any] = attrs.field(default=lambda _case: True, repr=False)
+    """Additional condition for the rule to apply."""
 
     @property
     def advice(self) -> str:
@@ -93,12 +93,8 @@ class Rule:
         """Return the findings of this rule for the plan and context in ``case``."""
         if self.only_deepspeed and not case.context.uses_deepspeed:
             return []
-        plan = case.plan
-        if self.stages and plan.stage not in self.stages:
-            return []
-        if self.when is not None and not self.when(plan):
-            return []
-        return list(self.check(case, self))
+        here = not self.stages or case.plan.stage in self.stages
+        return list(self.check(case, self)) if here and self.when(case) else []
 
     def finding(
         self,
@@ -201,14 +197,14 @@ def wide_weight(case: Case) -> str | None:
     return next((each.name for each in trained if len(each.shape) > 2), None)
 
 
-def swaps_optimizer(plan: Settings) -> bool:
+def swaps_optimizer(case: Case) -> bool:
     """Whether the optimizer is offloaded to NVMe."""
-    return plan.stage == 3 and plan.offload_optimizer_device == "nvme"
+    return case.plan.stage == 3 and case.plan.offload_optimizer_device == "nvme"
 
 
-def swaps_parameters(plan: Settings) -> bool:
+def swaps_parameters(case: Case) -> bool:
     """Whether parameters are offloaded to NVMe."""
-    return plan.stage == 3 and plan.offload_param_device == "nvme"
+    return case.plan.stage == 3 and case.plan.offload_param_device == "nvme"
 
 
 def is_from_file(plan: Settings) -> bool:

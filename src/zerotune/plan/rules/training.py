@@ -11,7 +11,7 @@ from zerotune.errors import (
     writes,
 )
 from zerotune.plan.optimizer.names import clipping_in_optimizer
-from zerotune.plan.resolve.batch import ACCUMULATION, CLIPPING, MICRO, clipping_sources
+from zerotune.plan.resolve.batch import ACCUMULATION, CLIPPING
 from zerotune.plan.resolve.case import Case
 from zerotune.plan.resolve.precision import rehearses_in_bf16
 from zerotune.plan.rules.rule import Findings, Rule, rule, set_twice
@@ -39,7 +39,7 @@ def batch_triple(case: Case, this: Rule) -> Findings:
     reason="{key} is also set, to {first}, and takes precedence",
     edits=(REMOVAL,),
     only_deepspeed=False,
-    when=attrgetter("launch"),
+    when=attrgetter("plan.launch"),
 )
 def accumulation_twice(case: Case, this: Rule) -> Findings:
     """Gradient accumulation is set both inside and outside the DeepSpeed block."""
@@ -53,7 +53,7 @@ def accumulation_twice(case: Case, this: Rule) -> Findings:
     "for {world_size}",
     fix="start {asked} processes, or write {world_size} for num_processes",
     only_deepspeed=False,
-    when=attrgetter("launch"),
+    when=attrgetter("plan.launch"),
 )
 def world_size(case: Case, this: Rule) -> Findings:
     """The number of processes in the launcher's file differs from the world size of the plan."""
@@ -64,21 +64,6 @@ def world_size(case: Case, this: Rule) -> Findings:
         edits = ({"world_size": asked}, *writes(ranks))
         key = "launch.num_processes"
         yield this.finding(key, asked, edits=edits, asked=asked, world_size=ranks)
-
-
-@rule(
-    "micro-batch-unset",
-    "note",
-    reason="no batch size is set, so the micro batch size is 1",
-    fix="write the batch size per GPU, such as 1",
-    edits=writes(1),
-    only_deepspeed=False,
-)
-def micro_batch_unset(case: Case, this: Rule) -> Findings:
-    """No batch size is set."""
-    train, micro = case.plan.train_batch_size, case.plan.train_micro_batch_size_per_gpu
-    if {train, micro} <= {None, AUTO} and case.context.run.micro_batch_size is None:
-        yield this.finding(MICRO, micro)
 
 
 @rule(
@@ -103,21 +88,6 @@ def clipping_in_the_optimizer(case: Case, this: Rule) -> Findings:
     error = clipping_in_optimizer(value_at(case.plan, "optimizer.params", None) or {})
     if error is not None:
         yield this.refused(error)
-
-
-@rule(
-    "clipping-unset",
-    "note",
-    reason="no gradient clipping is set, so gradients are clipped to a norm of 1.0; older "
-    "DeepSpeed releases did not clip",
-    fix="write a maximum norm, such as 1.0, or write 0 to disable clipping",
-    edits=writes(1.0, 0),
-    only_deepspeed=False,
-)
-def clipping_unset(case: Case, this: Rule) -> Findings:
-    """No gradient clipping is set, and DeepSpeed's default changed from 0 to 1.0."""
-    if not clipping_sources(case.plan, case.context.run):
-        yield this.finding(CLIPPING, None)
 
 
 # -- Rules on bf16, fp16 and the precisions of the platform.

@@ -29,7 +29,6 @@ from zerotune.plan.rules.rule import (
     integer,
     offload_section,
     rule,
-    wide_weight,
     zero_extra,
 )
 from zerotune.plan.schema import faults, passed_schema
@@ -53,7 +52,7 @@ from zerotune.plan.values import AUTO
     only_deepspeed=False,
     resolved_elsewhere=True,
     refused_elsewhere=True,
-    when=attrgetter("launch"),
+    when=attrgetter("plan.launch"),
 )
 def launcher_file(case: Case, this: Rule) -> Findings:
     """``accelerate launch`` rejects settings that zerotune reads.
@@ -285,24 +284,6 @@ def gradient_sum(case: Case, this: Rule) -> Findings:
     where = next((where for where, holds in refusals.items() if holds), None)
     if where is not None:
         yield this.finding("gradient_allreduce_op", value, where=where)
-
-
-@rule(
-    "zenflow-convolutions",
-    "error",
-    reason="ZenFlow corrupts weights with more than two dimensions, such as {wide}",
-    fix="remove zenflow",
-    edits=(REMOVAL,),
-)
-def zenflow(case: Case, this: Rule) -> Findings:
-    """ZenFlow fails on convolution weights, or corrupts them.
-
-    ZenFlow selects columns of matrices (``num_row, num_col``). It treats other shapes as one row,
-    or fails to transpose them. The rule applies only if the model is known.
-    """
-    section, wide = zero_extra(case.plan, "zenflow"), wide_weight(case)
-    if section is not None and wide is not None:
-        yield this.finding("zero_optimization.zenflow", section, wide=wide)
 
 
 @rule(
