@@ -103,7 +103,7 @@ bodies = st.fixed_dictionaries(
         "to": scalars,
         "id": st.sampled_from(["lowest", "sdxl-8"]) | scalars,
         "version": scalars,
-        "format": scalars | st.sampled_from(["deepspeed", "accelerate", "python"]),
+        "format": scalars | st.sampled_from(["deepspeed", "accelerate"]),
         "setup": setup | anything,
     },
 )

@@ -95,13 +95,6 @@ def test_accelerate_launch_starts_the_written_file(folder):
     assert launched.stdout.endswith("stage true\n")
 
 
-def test_the_python_output_is_a_script_that_builds_the_plan(folder, capsys):
-    assert cli.main(["plan", "convert", "ds.json", "--to", "python"]) == 0
-    namespace: dict[str, object] = {}
-    exec(capsys.readouterr().out, namespace)
-    assert namespace["plan"] == DeepSpeedPlan.load("ds.json")
-
-
 def test_settings_that_the_format_cannot_hold_are_refused_unless_they_are_named(folder, capsys):
     (folder / "a.yaml").write_text(SHARED)
     assert cli.main(["plan", "convert", "a.yaml", "--to", "deepspeed", "-o", "x.json"]) == 2

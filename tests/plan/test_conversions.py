@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 
-import zerotune.plan
 from tests.plan.conftest import REFERENCE_A, REFERENCE_B, REFERENCE_C
 from tests.plan.styles import ACCELERATE, DEEPSPEED, SIMPLETUNER, TRAINERS
 from tests.plan.test_properties import CONFIGS, SLOW
@@ -31,19 +30,11 @@ MACHINES = (
     Platform.synthetic("cuda", bf16=False),
     Platform.synthetic("mps", deepspeed=False),
 )
-NAMES = {name: getattr(zerotune.plan, name) for name in zerotune.plan.__all__}
-
-
-def from_script(text):
-    namespace: dict[str, object] = {}
-    exec(text, namespace)
-    return namespace["plan"]
 
 
 READERS = {
     "deepspeed": DeepSpeedPlan.from_json,
     "accelerate": from_yaml_text,
-    "python": from_script,
 }
 
 

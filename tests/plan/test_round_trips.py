@@ -8,7 +8,6 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-import zerotune.plan
 from tests.plan.test_properties import CONFIGS, JUNK, SCALARS, SLOW, names, plan_or_error
 from zerotune.errors import PlanError
 from zerotune.plan import DeepSpeedPlan, plan_document
@@ -117,10 +116,6 @@ def test_a_plan_written_in_any_format_reads_back_equal(config, launch):
     plan = plan_of(config, launch)
     if plan is None:
         return
-    assert plan.normalised() == plan
-    assert plan.normalised().decisions == plan.decisions
-    namespace = {name: getattr(zerotune.plan, name) for name in zerotune.plan.__all__}
-    assert eval(plan.to_python(), namespace) == plan
     launched = plan.launch.to_dict() if plan.launch else {}
     for name, read in (
         ("deepspeed", DeepSpeedPlan.from_json),
@@ -170,5 +165,4 @@ def test_overrides_give_a_plan_or_a_plan_error(config, overrides):
         return
     with contextlib.suppress(PlanError):
         new = plan.with_overrides(overrides)
-        assert new.normalised() == new
         assert new.with_overrides({}) == new

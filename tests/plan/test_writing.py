@@ -6,7 +6,7 @@ import os
 import pytest
 
 from zerotune.errors import InvalidValueError, PlanFileError
-from zerotune.plan import DeepSpeedPlan, plan_document
+from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.sections import LaunchSection
 
 
@@ -19,12 +19,6 @@ def plan(reference_a) -> DeepSpeedPlan:
             "_comment": "ünïcode",
         }
     )
-
-
-class TestPython:
-    def test_python_code_breaks_long_lines_where_possible(self, plan):
-        lines = plan_document(plan, "python").text.splitlines()
-        assert max(len(line) for line in lines if "aaaa" not in line) <= 100
 
 
 class TestSave:

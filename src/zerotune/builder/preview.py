@@ -83,7 +83,7 @@ _DECISIVE: Final = frozenset(
 """Settings that decide which optimizers can run."""
 
 _TOO_LARGE: Final = "The form contains a number that is too large to calculate with."
-_TEXT_FORMATS: Final = (("deepspeed", "json"), ("accelerate", "yaml"), ("python", "python"))
+_TEXT_FORMATS: Final = (("deepspeed", "json"), ("accelerate", "yaml"))
 _PLACE_LABELS: Final = {"device": "GPU", "host": "RAM", "nvme": "NVMe"}
 
 

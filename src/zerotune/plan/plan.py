@@ -323,10 +323,6 @@ class DeepSpeedPlan(Settings):
         announce(document.decisions)
         return document.text
 
-    def to_python(self) -> str:
-        """Return a Python expression that recreates this plan."""
-        return write.python_expression(self)
-
     def save(
         self,
         path: str | os.PathLike[str],
@@ -339,8 +335,8 @@ class DeepSpeedPlan(Settings):
 
         Args:
             path: The file. An existing file is kept as ``….bak``.
-            format: ``"deepspeed"``, ``"accelerate"`` or ``"python"``; by default, the suffix
-                determines the format.
+            format: ``"deepspeed"`` or ``"accelerate"``; by default, the suffix determines the
+                format.
             lossy: Launch settings that may be dropped if the format does not support them.
             like: A configuration that determines the order of keys in JSON output.
 
@@ -350,13 +346,6 @@ class DeepSpeedPlan(Settings):
             PlanFileError: The file cannot be written, or contains a trainer's other settings.
         """
         return write.save_plan(self, path, format=format, lossy=lossy, like=like)
-
-    def normalised(self) -> DeepSpeedPlan:
-        """Return the plan in canonical spelling, with a decision for each change.
-
-        Optimizer and scheduler names are unchanged; ``zerotune.optim`` translates them.
-        """
-        return raised(DeepSpeedPlan, read.normalised_plan(self))
 
     def with_overrides(
         self, overrides: Mapping[str, Any], *, also_known: Collection[str] = ()

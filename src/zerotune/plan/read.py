@@ -353,30 +353,6 @@ def _translated(found: accelerate.Translated, log: Log) -> Settings:
     return with_launch(plan, found.launch)
 
 
-# -- A plan that is written and read again.
-
-
-def normalised_plan(plan: Settings) -> Settings:
-    """Return the plan in canonical spelling, as ``DeepSpeedPlan.normalised`` does."""
-    launched = plan.launch.to_dict() if plan.launch else {}
-    return _again(plan, plan.to_dict(), launched, plan.decisions)
-
-
-def _again(
-    plan: Settings,
-    config: Mapping[str, Any],
-    launched: Mapping[str, Any],
-    decisions: Iterable[Decision],
-    also_known: Collection[str] = (),
-) -> Settings:
-    def read(log: Log) -> Settings:
-        launch = read_launch(launched, log)
-        return with_launch(plan_from_mapping(config, log, source=plan.source), launch)
-
-    known = passed_paths(plan).union(also_known)
-    return read_whole(read, also_known=known, decisions=decisions)
-
-
 # -- Overrides: single settings that replace those of a plan, under common names.
 
 
@@ -438,7 +414,13 @@ def override_plan(
         if before != value or type(before) is not type(value):
             decisions.append(Decision(path, before, value, _OVERRIDDEN))
     launched = config.pop(_LAUNCH, {})
-    return _again(plan, config, launched, (*plan.decisions, *decisions), also_known)
+
+    def read(log: Log) -> Settings:
+        launch = read_launch(launched, log)
+        return with_launch(plan_from_mapping(config, log, source=plan.source), launch)
+
+    known = passed_paths(plan).union(also_known)
+    return read_whole(read, also_known=known, decisions=(*plan.decisions, *decisions))
 
 
 def settings_by_path(overrides: Any, places: Places) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from zerotune.plan.section import (
     extra_keys,
     join,
     modelled,
-    passes_through,
     read_section,
     setting,
 )
@@ -47,23 +46,16 @@ from zerotune.plan.values import (
 )
 
 
-def passed_paths(plan: Settings, *, unknown: bool = False) -> frozenset[str]:
+def passed_paths(plan: Settings) -> frozenset[str]:
     """Return the paths of all keys that zerotune does not model (``extra``).
 
     Code that reads the written plan back must accept these keys.
-
-    Args:
-        plan: The plan.
-        unknown: Whether to omit keys that are accepted even if ``also_known`` does not name them.
     """
     sections: list[tuple[Section, str]] = [(plan, "")]
     sections += [(plan.launch, "launch")] if plan.launch else []
     found: set[str] = set()
     for section, prefix in sections:
-        for name in getattr(section, "extra", {}):
-            path = join(prefix, name)
-            if not (unknown and passes_through(type(section), name, path, ())):
-                found.add(path)
+        found.update(join(prefix, name) for name in getattr(section, "extra", {}))
         for attribute in modelled(type(section)):
             value = getattr(section, attribute.name)
             if isinstance(value, Section):

@@ -1,4 +1,4 @@
-"""Write plans as DeepSpeed's JSON, accelerate's YAML or Python."""
+"""Write plans as DeepSpeed's JSON or accelerate's YAML."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import json
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from pprint import pformat
-from textwrap import indent
 from typing import Any, Final
 
 import attrs
@@ -27,7 +25,7 @@ from zerotune.plan.accelerate import (
 from zerotune.plan.keys import LAUNCH_IN_BLOCK, PLACES, STARTING
 from zerotune.plan.section import Nested, Section, modelled, put_setting, value_at
 from zerotune.plan.sections import FP16_BESIDE, PRECISIONS, LaunchSection
-from zerotune.plan.settings import Settings, SettingsT, passed_paths
+from zerotune.plan.settings import Settings, SettingsT
 from zerotune.plan.source import INIT_FLAG, parse_json, read_text, refuse_long_yaml, wrapper_of
 from zerotune.plan.values import AUTO, as_tuple, copied
 
@@ -58,7 +56,7 @@ def write_whole(path: str | os.PathLike[str], content: bytes) -> Path:
     return Path(path)
 
 
-FORMATS: Final = ("deepspeed", "accelerate", "python")
+FORMATS: Final = ("deepspeed", "accelerate")
 _YAML_SUFFIXES: Final = (".yaml", ".yml")
 
 
@@ -67,7 +65,7 @@ class PlanDocument:
     """A plan as text, with the decisions that the format required."""
 
     format: str
-    """``"deepspeed"``, ``"accelerate"`` or ``"python"``."""
+    """``"deepspeed"`` or ``"accelerate"``."""
     text: str
     decisions: tuple[Decision, ...] = attrs.field(default=(), converter=as_tuple)
     """Decisions about settings that are written in a different form or dropped."""
@@ -99,7 +97,7 @@ def plan_document(
 
     Args:
         plan: The plan.
-        format: ``"deepspeed"`` (its JSON), ``"accelerate"`` (YAML) or ``"python"`` (a script).
+        format: ``"deepspeed"`` (its JSON) or ``"accelerate"`` (YAML).
         lossy: Launch settings that may be dropped if the format does not support them. Settings
             that only affect how processes start are always dropped; a decision records this.
             ``"num_processes"`` must be listed if the batch size per rank depends on it.
@@ -116,9 +114,6 @@ def plan_document(
         return writer.deepspeed()
     if format == "accelerate":
         return writer.accelerate()
-    if format == "python":
-        text = f"from zerotune.plan import DeepSpeedPlan\n\nplan = {python_expression(plan)}\n"
-        return PlanDocument(format=format, text=text)
     raise InvalidValueError(
         "is not a supported format for plans",
         "use one of " + ", ".join(repr(name) for name in FORMATS),
@@ -178,8 +173,6 @@ def format_of(path: Path) -> str:
     suffix = path.suffix.lower()
     if suffix in _YAML_SUFFIXES:
         return "accelerate"
-    if suffix == ".py":
-        return "python"
     if not path.exists():
         return "deepspeed"
     try:
@@ -542,32 +535,3 @@ def _yaml(content: dict[str, Any]) -> str:
         lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style="|"),
     )
     return str(yaml.dump(content, Dumper=Dumper, sort_keys=False, width=100))
-
-
-# -- A plan as Python source.
-
-
-_LINE_WIDTH: Final = 84
-_LONGEST_LAID_OUT: Final = 100_000
-"""Longer values are not split into lines, because splitting copies them several times."""
-
-
-def python_expression(plan: Settings, *, width: int = _LINE_WIDTH) -> str:
-    """Return Python code that recreates ``plan``; ``DeepSpeedPlan`` is the only name it needs."""
-    known = sorted(passed_paths(plan, unknown=True))
-
-    def call(name: str, value: Any, *, launched: bool) -> str:
-        passed = [path for path in known if path.startswith("launch.") == launched]
-        parts = [repr(value)]
-        if len(parts[0]) <= _LONGEST_LAID_OUT:
-            parts = [pformat(value, width=width, sort_dicts=False)]
-        parts += [f"also_known={passed!r}"] if passed else []
-        if len(parts) == 1 and "\n" not in parts[0]:
-            return f"{name}({parts[0]})"
-        lines = indent(",\n".join(parts), "    ")
-        return f"{name}(\n{lines},\n)"
-
-    launch = plan.launch.to_dict() if plan.launch else {}
-    return call("DeepSpeedPlan.from_dict", plan.to_dict(), launched=False) + (
-        call(".with_overrides", {"launch": launch}, launched=True) if launch else ""
-    )

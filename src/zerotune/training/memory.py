@@ -24,7 +24,6 @@ from zerotune.plan.memory.estimate import CONTEXT
 from zerotune.plan.memory.items import DURING, EMAPlace, Workload
 from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.plan.values import AUTO
-from zerotune.plan.write import python_expression
 from zerotune.platform import detect_platform
 
 if TYPE_CHECKING:
@@ -370,7 +369,7 @@ def _advice_words(advice: Advice) -> str:
         for where, nbytes in (("device", advice.estimate.device), ("host", advice.estimate.host))
         if nbytes
     )
-    plan = python_expression(advice.plan, width=sys.maxsize)
+    plan = f"DeepSpeedPlan.from_dict({advice.plan.to_dict()!r})"
     return f"{advice.chosen.title} needs {needs} per rank: Trainer(plan={plan}{more})"
 
 
