@@ -270,10 +270,10 @@ class TestApplyAndSave:
         assert client.post("/api/apply", json={"state": state(), "version": None}).is_success
 
     def test_the_suffix_of_a_saved_file_chooses_its_format(self, client, root):
-        for name in ("a.json", "a.yaml", "a.py", "new/folder/b.json"):
+        for name in ("a.json", "a.yaml", "new/folder/b.json"):
             body = {"path": name, "state": state()}
             assert client.post("/api/save", json=body).is_success, name
-        assert (root / "a.py").read_text().startswith("from zerotune.plan import")
+        assert (root / "a.yaml").read_text().startswith("distributed_type: DEEPSPEED")
         assert DeepSpeedPlan.load(root / "new/folder/b.json") == DeepSpeedPlan.from_dict(PLAN)
         assert not list(root.rglob("*.draft"))
 

@@ -23,7 +23,7 @@ from zerotune.plan.memory.estimate import workload_of
 from zerotune.plan.memory.items import DURING
 from zerotune.plan.memory.rates import known_rates
 from zerotune.plan.memory.time import StepTime, step_time
-from zerotune.plan.optimizer.capability import Situation, installed_packages, missing_package
+from zerotune.plan.optimizer.capability import installed_packages, missing_package
 from zerotune.plan.optimizer.catalogue import OPTIMIZERS
 from zerotune.plan.plan import MemoryEstimate, ResolvedPlan, raised
 from zerotune.plan.section import leaves, value_at
@@ -415,7 +415,7 @@ def capabilities(
     platform: Platform, *, stage: int, offload: str, precision: str
 ) -> list[dict[str, Any]]:
     """List every optimizer in the catalogue, with the reason for each one that cannot run."""
-    here = Situation(packages=installed_packages())
+    here = installed_packages()
     names = ("runs", "status", "reason", "alternative", "implementation")
     found = []
     for name, entry in OPTIMIZERS.items():

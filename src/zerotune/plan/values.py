@@ -236,15 +236,8 @@ class Boolean(Kind):
 
     why: ClassVar[str] = "must be true or false"
 
-    @property
-    def words(self) -> str:
-        """The allowed values in words."""
-        return "true or false, without quotes"
-
-    @property
-    def suggestions(self) -> tuple[Any, ...]:
-        """Both values."""
-        return True, False
+    words = "true or false, without quotes"
+    suggestions = (True, False)
 
     def _read(self, value: Any, key: str) -> Reading:
         if isinstance(value, bool):
@@ -318,10 +311,7 @@ class Folder(Kind):
 
     why: ClassVar[str] = "must be the path of a folder"
 
-    @property
-    def words(self) -> str:
-        """The allowed values in words."""
-        return "a path, or omit the key to let zerotune choose the folder"
+    words = "a path, or omit the key to let zerotune choose the folder"
 
     def _read(self, value: Any, key: str) -> Reading:
         if isinstance(value, os.PathLike):
@@ -340,10 +330,7 @@ class Free(Kind):
 
     why: ClassVar[str] = "must be an object"
 
-    @property
-    def words(self) -> str:
-        """The allowed values in words."""
-        return '{"name": value, …}'
+    words = '{"name": value, …}'
 
     def _read(self, value: Any, key: str) -> Reading:
         if not isinstance(value, Mapping):

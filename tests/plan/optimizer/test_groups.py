@@ -88,14 +88,11 @@ def test_two_parts_have_their_own_rates_and_no_decay_on_norms(resolve):
     assert chosen["text"].parameters == ("text.embed.weight",)
 
 
-def test_lora_groups_have_the_learning_rates_of_lora_plus(resolve):
+def test_a_group_may_scale_the_learning_rate(resolve):
     shapes = [("q.lora_A.default.weight", (4, 8)), ("q.lora_B.default.weight", (8, 4))]
-    chosen = resolve(ParameterGroups.lora(b_ratio=16), shapes=shapes).optimizer.groups
-    assert [(group.name, group.params["lr"]) for group in chosen] == [
-        ("lora_B", 16e-3),
-        ("lora_A", 1e-3),
-    ]
-    assert all(group.params["weight_decay"] == 0 for group in chosen)
+    up = ParameterGroup(name="up", patterns="re:lora_B", lr_scale=16)
+    chosen = resolve(ParameterGroups(rules=[up]), shapes=shapes).optimizer.groups
+    assert [(group.name, group.params["lr"]) for group in chosen] == [("up", 16e-3), ("rest", 1e-3)]
 
 
 def test_the_first_matching_rule_wins(resolve):

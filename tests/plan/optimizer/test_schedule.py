@@ -245,13 +245,6 @@ def test_argument_values_are_checked(schedule, name, params):
     assert error.value.value == value
 
 
-def test_a_list_with_one_value_is_unpacked_and_a_longer_one_refused(schedule):
-    resolution = schedule("WarmupLR", {"warmup_max_lr": [1e-4], "warmup_num_steps": 10})
-    assert resolution.scheduler.params["warmup_max_lr"] == 1e-4
-    with pytest.raises(InvalidValueError, match="one parameter group"):
-        schedule("WarmupLR", {"warmup_max_lr": [1e-4, 1e-5]})
-
-
 def test_last_batch_iteration_is_left_to_checkpoints(schedule):
     written = {"warmup_num_steps": 10, "last_batch_iteration": -1}
     assert "last_batch_iteration" not in schedule("WarmupLR", written).scheduler.params

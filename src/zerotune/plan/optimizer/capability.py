@@ -148,7 +148,7 @@ class Situation:
         """Yield the reasons why the optimizer cannot run, the most important reason first."""
         if entry.refusal is not None:
             yield _cannot(entry.refusal, entry.instead)
-        if (package := missing_package(entry, self)) is not None:
+        if (package := missing_package(entry, self.packages)) is not None:
             yield _cannot(
                 f"the package {package} is not installed (pip install 'zerotune[{entry.extra}]')"
             )
@@ -395,12 +395,10 @@ def capability_of(entry: OptimizerEntry, situation: Situation) -> Capability:
     return attrs.evolve(answer, implementation=name)
 
 
-def missing_package(entry: OptimizerEntry, situation: Situation) -> str | None:
-    """Return the optional package that ``entry`` needs and ``situation`` lacks, or ``None``."""
-    if entry.package is None or situation.packages is None:
-        return None
-    package = entry.package.partition(".")[0]
-    return None if package in situation.packages else package
+def missing_package(entry: OptimizerEntry, packages: Collection[str] | None) -> str | None:
+    """Return the optional package that ``entry`` needs and that is not among ``packages``."""
+    package = (entry.package or "").partition(".")[0]
+    return package if package and packages is not None and package not in packages else None
 
 
 LOW_BIT: Final = frozenset({"AdamW8bit", "TorchAOAdamW8bit", "TorchAOAdamW4bit"})

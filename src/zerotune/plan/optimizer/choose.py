@@ -23,7 +23,6 @@ from zerotune.plan.optimizer.arguments import Arguments, below, reject_unknown
 from zerotune.plan.optimizer.capability import (
     CONFIGURATION_ONLY,
     GROUP_RATES,
-    LOW_BIT,
     Capability,
     Situation,
     capability_of,
@@ -97,10 +96,11 @@ def choose(
     choice = _STAND_IN
     if found is not None:
         choice = choosing.outcome(choosing.grouped, *found, model, groups) or _STAND_IN
-    entry = OPTIMIZERS[choice.name]
     scheduler = choosing.outcome(choose_schedule, request, plan.scheduler, choice, run, choosing)
     raise_all(choosing.mistakes)
-    choosing.warn_of_unsaved(entry)
+    if choice.name in _UNSAVED:
+        name = choice.name
+        choosing.decide("optimizer.state", name, name, _UNSAVED[name], "warning")
     return Chosen(
         optimizer=choice,
         scheduler=scheduler,
@@ -213,7 +213,7 @@ class _Choosing(Log):
 
     def _assume_package(self, entry: OptimizerEntry, name: OptimizerName) -> None:
         """Record that a package is missing, which only a start needs."""
-        package = missing_package(entry, self.situation)
+        package = missing_package(entry, self.situation.packages)
         if package is not None:
             reason = f"{entry.name} needs the package {package}, which is not installed; before "
             reason += f"training, run pip install 'zerotune[{entry.extra}]'"
@@ -320,22 +320,23 @@ class _Choosing(Log):
             record_groups(choice.groups, self)
         return choice
 
-    def warn_of_unsaved(self, entry: OptimizerEntry) -> None:
-        """Record a warning about states that are not saved."""
-        name = entry.name
-        if name.startswith("TorchAO"):
-            reason = "checkpoints do not support torchao's states, so saving will fail"
-        elif name in LOW_BIT:
-            reason = "checkpoints contain the moments in fp32; a resumed run may differ from an "
-            reason += "uninterrupted one in the last bit of the scale of a block of moments"
-        elif entry.own_schedule:
-            reason = "checkpoints omit the values that the optimizer keeps for all weights "
-            reason += "together, so a resumed run resets them"
-            if name == "AdamWScheduleFree":
-                reason += "; evaluation, EMA and exports use the trained weights, not their average"
-        else:
-            return
-        self.decide("optimizer.state", name, name, reason, "warning")
+
+_RESET: Final = (
+    "checkpoints omit the values that the optimizer keeps for all weights together, so a resumed "
+    "run resets them"
+)
+_UNSAVED: Final[Mapping[str, str]] = {
+    **dict.fromkeys(
+        ("TorchAOAdamW8bit", "TorchAOAdamW4bit"),
+        "checkpoints do not support torchao's states, so saving will fail",
+    ),
+    "AdamW8bit": "checkpoints contain the moments in fp32; a resumed run may differ from an "
+    "uninterrupted one in the last bit of the scale of a block of moments",
+    "Prodigy": _RESET,
+    "AdamWScheduleFree": f"{_RESET}; evaluation, EMA and exports use the trained weights, not "
+    "their average",
+}
+"""What checkpoints lack of an optimizer's states."""
 
 
 def _keep_decay_meaning(arguments: Arguments, *, of_torch: bool) -> None:
@@ -383,7 +384,7 @@ def require_startable(optimizer: OptimizerChoice, scheduler: SchedulerChoice | N
         OptimizerError: Muon's parameters or the schedule's length are unknown.
     """
     entry = OPTIMIZERS[optimizer.name]
-    package = missing_package(entry, Situation(packages=installed_packages()))
+    package = missing_package(entry, installed_packages())
     if package is not None:
         raise MissingDependencyError(
             f"{entry.name} needs the package {package}, which is not installed",

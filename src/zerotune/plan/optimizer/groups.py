@@ -224,24 +224,6 @@ class ParameterGroups:
             rules.append(ParameterGroup(name=part, patterns=part, params=params, until=until))
         return cls(rules=rules)
 
-    @classmethod
-    def lora(cls, *, b_ratio: float = 1.0) -> ParameterGroups:
-        """Create groups for LoRA adapters, without weight decay.
-
-        Args:
-            b_ratio: Learning rate of the up projections (``lora_B``, which start at zero) as a
-                multiple of the optimizer's; LoRA+ recommends 16 (https://arxiv.org/abs/2402.12354).
-        """
-        # peft's names, and those of diffusers' older attention processors.
-        up, down = r"re:lora_B|lora\.up\.", r"re:lora_A|lora\.down\."
-        plain = {"weight_decay": 0.0}
-        return cls(
-            rules=[
-                ParameterGroup(name="lora_B", patterns=up, params=plain, lr_scale=b_ratio),
-                ParameterGroup(name="lora_A", patterns=down, params=plain),
-            ]
-        )
-
     def without_decay_on_norms_and_biases(self) -> ParameterGroups:
         """Split each group in two: one without weight decay for norms and biases, one for the rest.
 

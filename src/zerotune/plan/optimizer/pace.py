@@ -96,7 +96,7 @@ def choose_schedule(
         _without_schedule(overridden, optimizer, run, log, own_pace=own_pace)
         return None
     entry, written = request.entry, request.written
-    params = _scalars(request.params, optimizer)
+    params = _begun_anew(request.params)
     for given in (params, request.overrides):
         reject_unknown(given, entry.parameter_names, log, section=SCHEDULER, owner=entry.name)
     arguments = Arguments(
@@ -159,9 +159,10 @@ def _without_schedule(
     log.decide(key, before, None, reason, severity)
 
 
-def _scalars(params: Mapping[str, Any], optimizer: OptimizerChoice) -> dict[str, Any]:
-    """Unpack lists of one value per parameter group, because there is only one group."""
-    start = params.get("last_batch_iteration", -1)
+def _begun_anew(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments without DeepSpeed's ``last_batch_iteration``, which must be -1."""
+    others = dict(params)
+    start = others.pop("last_batch_iteration", -1)
     if start != -1:
         raise InvalidValueError(
             "a resumed run continues the schedule, because the checkpoint contains the step",
@@ -169,19 +170,7 @@ def _scalars(params: Mapping[str, Any], optimizer: OptimizerChoice) -> dict[str,
             value=start,
             edits=[REMOVAL],
         )
-    plain: dict[str, Any] = {}
-    for key, value in params.items():
-        several = isinstance(value, (list, tuple))
-        if several and len(value) != 1:
-            raise InvalidValueError(
-                f"expected one value, because {optimizer.name} has one parameter group",
-                "write one number",
-                f"{SCHEDULER}.{key}",
-                value,
-            )
-        if key != "last_batch_iteration":
-            plain[key] = value[0] if several else value
-    return plain
+    return others
 
 
 def _follow_override(
