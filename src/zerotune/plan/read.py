@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import attrs
 
-from zerotune._util.text import did_you_mean, is_integer
+from zerotune._util.text import is_integer
 from zerotune.decisions import Decision, Log
 from zerotune.errors import InvalidValueError, PlanConflictError, ZeroTuneError
 from zerotune.plan import accelerate
@@ -38,7 +38,6 @@ from zerotune.plan.trainer import TrainerSettings, flagged_precision, precision_
 from zerotune.plan.values import AUTO, Choice, Integer, is_auto
 
 _ENOUGH_KEYS = 3
-_ENOUGH_TO_JUDGE = 20
 _TRAINERS_OWN: Final = frozenset(
     {
         "base_model_precision",
@@ -165,10 +164,6 @@ def _refuse_something_else(config: Mapping[Any, Any], source: str, log: Log) -> 
     names = [key for key in config if isinstance(key, str) and not key.startswith("_")]
     known = {*accelerate.plan_keys(), *log.also_known}
     if len(names) < _ENOUGH_KEYS or not known.isdisjoint(names):
-        return
-    looked_at = names[:_ENOUGH_TO_JUDGE]
-    close = [name for name in looked_at if did_you_mean(name, known, count=1, by=str.lower)]
-    if len(close) * 2 >= len(looked_at):
         return
     raise InvalidValueError(
         f"{source} contains no DeepSpeed configuration: none of its keys belongs to DeepSpeed",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 import attrs
 
 from zerotune._util.table import Readable
 from zerotune.decisions import Decision, Log, Severity
-from zerotune.errors import InvalidValueError, UnresolvedPlanError
+from zerotune.errors import InvalidValueError
 from zerotune.plan.context import (
     Context,
     DeviceUpdate,
@@ -170,25 +170,22 @@ class Resolved(Readable):
     @property
     def micro_batch_size(self) -> int:
         """Samples per forward pass and rank."""
-        return _integer(self.plan.train_micro_batch_size_per_gpu, "train_micro_batch_size_per_gpu")
+        return cast(int, self.plan.train_micro_batch_size_per_gpu)
 
     @property
     def gradient_accumulation_steps(self) -> int:
         """Forward passes per optimizer step."""
-        return _integer(self.plan.gradient_accumulation_steps, "gradient_accumulation_steps")
+        return cast(int, self.plan.gradient_accumulation_steps)
 
     @property
     def train_batch_size(self) -> int:
         """Samples per optimizer step across all ranks."""
-        return _integer(self.plan.train_batch_size, "train_batch_size")
+        return cast(int, self.plan.train_batch_size)
 
     @property
     def gradient_clipping(self) -> float:
         """Maximum global L2 norm of the gradient; 0.0 disables clipping."""
-        value = self.plan.gradient_clipping
-        if value is None or isinstance(value, str):
-            raise _unresolved("gradient_clipping", value)
-        return float(value)
+        return float(self.plan.gradient_clipping or 0)
 
     @property
     def nvme_paths(self) -> dict[str, str | None]:
@@ -293,18 +290,6 @@ class Resolved(Readable):
             moved = attrs.evolve(section, nvme_path=os.fspath(folder))
             zero = evolved(zero, **{f"offload_{part}": moved})
         return attrs.evolve(self, plan=attrs.evolve(self.plan, zero_optimization=zero))
-
-
-def _integer(value: Any, key: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise _unresolved(key, value)
-    return value
-
-
-def _unresolved(key: str, value: Any) -> UnresolvedPlanError:
-    return UnresolvedPlanError(
-        "is not resolved", "call DeepSpeedPlan.resolve to create the plan", key, value
-    )
 
 
 LEAF_MODULE: Final = "leaf_module"
