@@ -191,8 +191,9 @@ NIGHTLY = pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "stage", "lora", "world_size"),
     [
-        ("sdxl", 2, False, 1),
+        ("sd15", 2, False, 1),
         ("sdxl", 3, True, 2),
+        pytest.param("sdxl", 2, False, 1, marks=NIGHTLY),
         *(
             pytest.param(name, *how, marks=NIGHTLY)
             for name in ENCODERS

@@ -80,26 +80,6 @@ def test_a_reused_buffer_is_zero_between_parameters():
         pool.give_back(place)
 
 
-@pytest.mark.nightly
-def test_freeing_a_buffer_before_its_pass_ends_is_detected(monkeypatch):
-    good = train(EAGER, streamed=ONE)
-    take, original = passes.UnitPass.take, GradientPool.take
-
-    def slow(self: Any) -> None:
-        time.sleep(0.01)
-        take(self)
-
-    def lent_twice(self: Any, unit: Any) -> Any:
-        place = original(self, unit)
-        if place.buffer is not None:
-            self._free.put(place.buffer)
-        return place
-
-    monkeypatch.setattr(passes.UnitPass, "take", slow)
-    monkeypatch.setattr(GradientPool, "take", lent_twice)
-    assert differences(good, train(EAGER, streamed=ONE))
-
-
 def test_the_backward_pass_waits_for_a_buffer_until_a_pass_ends(monkeypatch):
     held, most = set(), []
     take, give_back, run = GradientPool.take, GradientPool.give_back, passes.UnitPass.take

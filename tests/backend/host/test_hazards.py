@@ -94,14 +94,6 @@ def test_not_waiting_for_a_pass_is_detected(monkeypatch, run):
 
 
 @pytest.mark.nightly
-def test_not_waiting_for_gradients_is_detected(monkeypatch):
-    good = without_fault(monkeypatch, EAGER)
-    monkeypatch.setattr(lanes.Copy, "finish", lambda _: None)
-    monkeypatch.setattr(passes.UnitPass, "is_ready", property(lambda _: True))
-    assert is_seen(good, EAGER)
-
-
-@pytest.mark.nightly
 def test_releasing_a_unit_before_its_last_gradient_is_detected(monkeypatch):
     good = without_fault(monkeypatch, WHOLE_GRAPH)
     original = residency.Residency._enter_backward
