@@ -9,6 +9,7 @@ import pytest
 from tests.builder.pages import Page, browser, served
 from tests.builder.states import PLAN
 from tests.support.needs import needs
+from tests.support.sampling import nightly
 from zerotune.builder import create_app
 from zerotune.plan import DeepSpeedPlan
 
@@ -605,30 +606,32 @@ def test_the_page_works_with_the_keyboard_alone(page, place):
     assert json.loads((place / "plan.json").read_text())["zero_optimization"]["stage"] == 3
 
 
-def test_axe_finds_no_accessibility_violation(chromium, address):
-    """axe checks every state of the page, in the light and in the dark scheme."""
+# The dark scheme differs in its colours only.
+@pytest.mark.parametrize(
+    ("scheme", "only"), [("light", {}), *nightly(("dark", {"runOnly": ["color-contrast"]}))]
+)
+def test_axe_finds_no_accessibility_violation(chromium, address, scheme, only):
+    """axe checks every state of the page."""
     axe = needs("axe_playwright_python.sync_playwright").Axe()
     context = chromium.new_context(viewport={"width": 1300, "height": 900})
     page = Page(context, address)
+    page.tab.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+    options = {"resultTypes": ["violations"], **only}
     for prepare in (
         *(look, look_at_messages, look_at_warnings, look_at_text, look_at_fit, look_at_nothing),
         *(look_at_templates, look_at_question, look_at_open, look_at_save, look_at_conflict),
         look_at_phone,
     ):
         prepare(page)
-        # The dark scheme differs in its colours only.
-        for scheme, only in (("light", {}), ("dark", {"runOnly": ["color-contrast"]})):
-            page.tab.emulate_media(color_scheme=scheme, reduced_motion="reduce")
-            options = {"resultTypes": ["violations"], **only}
-            # Everything behind a dialog was checked before, and cannot be reached.
-            on_top = page.tab.locator("dialog[open]").count()
-            inside = f"#{page.tab.evaluate(TOPMOST)}" if on_top else None
-            found = axe.run(page.tab, context=inside, options=options).response
-            assert found["passes"]
-            assert [
-                (each["id"], [node["html"][:120] for node in each["nodes"][:3]])
-                for each in found["violations"]
-            ] == [], (prepare.__name__, scheme)
+        # Everything behind a dialog was checked before, and cannot be reached.
+        on_top = page.tab.locator("dialog[open]").count()
+        inside = f"#{page.tab.evaluate(TOPMOST)}" if on_top else None
+        found = axe.run(page.tab, context=inside, options=options).response
+        assert found["passes"]
+        assert [
+            (each["id"], [node["html"][:120] for node in each["nodes"][:3]])
+            for each in found["violations"]
+        ] == [], prepare.__name__
     context.close()
 
 
