@@ -112,19 +112,87 @@ def test_a_complete_adamw_is_settled_without_a_warning(resolve):
 # --- defaults and automatic values ------------------------------------------------------------
 
 
-def test_without_an_optimizer_adamw_is_the_recorded_default(resolve, decisions_for):
-    resolution = resolve()
-    params = resolution.optimizer.params
-    assert resolution.optimizer.name == "AdamW"
-    assert (params["lr"], params["weight_decay"]) == (1e-4, 0.01)
-    (decision,) = decisions_for(resolution, "optimizer.type")
-    assert (decision.before, decision.after) == (None, "AdamW")
-    (decision,) = decisions_for(resolution, "optimizer.params.lr")
-    assert (decision.after, decision.severity) == (1e-4, "note")
+WARMUP = {"warmup_max_lr": 2e-5, "warmup_num_steps": 10}
+LR, MODE = "optimizer.params.lr", "optimizer.params.adam_w_mode"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "more", "key", "change", "severity", "words"),
+    [
+        ((), {}, "optimizer.type", (None, "AdamW"), "note", ""),
+        ((), {}, LR, (None, 1e-4), "note", ""),
+        (("AdamW", {"lr": "auto"}), {}, LR, ("auto", 1e-4), "note", ""),
+        (
+            ("AdamW", {"weight_decay": "Auto"}), {},
+            "optimizer.params.weight_decay", ("auto", 0.01), "note", "",
+        ),
+        (("AdamW", {"weight_decay": 0.1}), {}, LR, (None, 1e-4), "warning", ""),
+        # The peak of the schedule takes the place of a missing learning rate.
+        (
+            ("AdamW", {"weight_decay": 0.1}),
+            {"scheduler": "WarmupLR", "scheduler_params": WARMUP},
+            LR, (None, 2e-5), "note", "scheduler.params.warmup_max_lr",
+        ),
+        # A value wins over the run's, and an override over both.
+        (("AdamW", ADAMW), {"run": RunFacts(lr=5e-5)}, LR, (5e-5, 1e-4), "warning", ""),
+        (
+            ("AdamW", ADAMW), {"run": RunFacts(lr=5e-5), "overrides": {"lr": 2e-5}},
+            LR, (1e-4, 2e-5), "warning", "",
+        ),
+        (
+            ("AdamW", ADAMW), {"overrides": {"optimizer.params.eps": 1e-6}},
+            "optimizer.params.eps", (1e-8, 1e-6), "warning", "",
+        ),
+        (
+            ("AdamW", ADAMW),
+            {
+                "scheduler": "WarmupLR",
+                "scheduler_params": {**WARMUP, "warmup_max_lr": 1e-4},
+                "overrides": {"lr": 2e-5},
+            },
+            "scheduler.params.warmup_max_lr", (1e-4, 2e-5), "warning", "",
+        ),
+        (("AdamW", {"lr": "1e-4"}), {}, LR, ("1e-4", 1e-4), "note", ""),
+        *(
+            (
+                (written, ADAMW), {"offload": offload},
+                "optimizer.type", (written, "AdamW"), "warning", f"runs as {cls} here",
+            )
+            for written in ("fusedadam", "cpuadam")
+            for offload, cls in (("none", "FusedAdam"), ("cpu", "DeepSpeedCPUAdam"))
+        ),
+        (("adam_w", ADAMW), {}, "optimizer.type", ("adam_w", "AdamW"), "note", ""),
+        # Adam's weight decay is decoupled in DeepSpeed, and always that of AdamW.
+        (("Adam", ADAMW), {}, MODE, (None, True), "warning", "adam_w_mode false"),
+        (("Adam", {"lr": 1e-4}), {}, MODE, (None, True), "note", ""),
+        (("AdamW", {**ADAMW, "adam_w_mode": False}), {}, MODE, (False, True), "warning", ""),
+    ],
+)  # fmt: skip
+def test_a_value_that_the_file_does_not_state_so_is_recorded(
+    resolve, decisions_for, chosen, more, key, change, severity, words
+):
+    resolution = resolve(*chosen, **more)
+    (decision,) = decisions_for(resolution, key)
+    assert (decision.before, decision.after) == change
+    assert decision.severity == severity
+    assert words in decision.reason
+    section, _, name = key.rpartition(".params.")
+    if section:
+        assert getattr(resolution, section).params[name] == change[1]
+    else:
+        assert resolution.optimizer.name == change[1]
+
+
+def test_what_the_file_states_needs_no_decision(resolve, decisions_for):
+    resolution = resolve("AdamW", ADAMW, run=RunFacts(lr=5e-5, betas=(0.9, 0.999)))
+    for key in ("optimizer.type", "optimizer.params.betas"):
+        assert decisions_for(resolution, key) == []
 
 
 def test_a_name_alone_uses_zerotunes_defaults(resolve):
-    assert resolve("AdamW").optimizer.params == resolve().optimizer.params
+    params = resolve("AdamW").optimizer.params
+    assert params == resolve().optimizer.params
+    assert params["weight_decay"] == 0.01
 
 
 def test_omitted_arguments_keep_deepspeeds_defaults(resolve, decisions_for):
@@ -149,67 +217,6 @@ def test_auto_is_filled_from_the_run(resolve, decisions_for):
         (decision,) = decisions_for(resolution, f"optimizer.params.{key}")
         assert (decision.before, decision.after) == ("auto", params[key])
         assert f"the run ({key})" in decision.reason
-
-
-def test_auto_without_a_run_uses_the_default_with_a_decision(resolve, decisions_for):
-    resolution = resolve("AdamW", {"lr": "auto", "weight_decay": "Auto"})
-    assert resolution.optimizer.lr == 1e-4
-    assert resolution.optimizer.params["weight_decay"] == 0.01
-    for key in ("lr", "weight_decay"):
-        (decision,) = decisions_for(resolution, f"optimizer.params.{key}")
-        assert decision.before == "auto"
-
-
-def test_a_missing_lr_of_an_explicit_optimizer_gives_a_warning(resolve, decisions_for):
-    resolution = resolve("AdamW", {"weight_decay": 0.1})
-    (decision,) = decisions_for(resolution, "optimizer.params.lr")
-    assert (decision.after, decision.severity) == (1e-4, "warning")
-
-
-def test_a_missing_lr_takes_the_peak_of_the_schedule(resolve, decisions_for):
-    resolution = resolve(
-        "AdamW",
-        {"weight_decay": 0.1},
-        scheduler="WarmupLR",
-        scheduler_params={"warmup_max_lr": 2e-5, "warmup_num_steps": 10},
-    )
-    assert resolution.optimizer.lr == 2e-5
-    (decision,) = decisions_for(resolution, "optimizer.params.lr")
-    assert "scheduler.params.warmup_max_lr" in decision.reason
-
-
-def test_an_explicit_value_wins_over_the_run_which_is_named(resolve, decisions_for):
-    resolution = resolve("AdamW", ADAMW, run=RunFacts(lr=5e-5, betas=(0.9, 0.999)))
-    assert resolution.optimizer.lr == 1e-4
-    (decision,) = decisions_for(resolution, "optimizer.params.lr")
-    assert (decision.before, decision.after, decision.severity) == (5e-5, 1e-4, "warning")
-    assert decisions_for(resolution, "optimizer.params.betas") == []
-
-
-def test_overrides_win_over_the_configuration_and_the_run(resolve, decisions_for):
-    resolution = resolve(
-        "AdamW",
-        ADAMW,
-        run=RunFacts(lr=5e-5),
-        overrides={"lr": 2e-5, "optimizer.params.eps": 1e-6},
-    )
-    assert resolution.optimizer.lr == 2e-5
-    assert resolution.optimizer.params["eps"] == 1e-6
-    (decision,) = decisions_for(resolution, "optimizer.params.lr")
-    assert (decision.before, decision.after, decision.severity) == (1e-4, 2e-5, "warning")
-
-
-def test_an_overridden_lr_reaches_the_schedule(resolve, decisions_for):
-    resolution = resolve(
-        "AdamW",
-        ADAMW,
-        scheduler="WarmupLR",
-        scheduler_params={"warmup_max_lr": 1e-4, "warmup_num_steps": 10},
-        overrides={"lr": 2e-5},
-    )
-    assert resolution.scheduler.params["warmup_max_lr"] == 2e-5
-    (decision,) = decisions_for(resolution, "scheduler.params.warmup_max_lr")
-    assert decision.severity == "warning"
 
 
 def test_overrides_can_change_the_types(resolve):
@@ -242,40 +249,7 @@ def test_an_unknown_name_is_refused(resolve):
         resolve("AdammW", ADAMW)
 
 
-@pytest.mark.parametrize(("offload", "cls"), [("none", "FusedAdam"), ("cpu", "DeepSpeedCPUAdam")])
-@pytest.mark.parametrize("written", ["fusedadam", "cpuadam"])
-def test_a_class_name_is_replaced_and_the_actual_class_named(
-    resolve, decisions_for, written, offload, cls
-):
-    resolution = resolve(written, ADAMW, offload=offload)
-    assert resolution.optimizer.name == "AdamW"
-    (decision,) = decisions_for(resolution, "optimizer.type")
-    assert (decision.before, decision.after) == (written, "AdamW")
-    assert decision.severity == "warning"
-    assert f"runs as {cls} here" in decision.reason
-
-
-def test_another_spelling_gives_a_note(resolve, decisions_for):
-    (decision,) = decisions_for(resolve("adam_w", ADAMW), "optimizer.type")
-    assert (decision.before, decision.after, decision.severity) == ("adam_w", "AdamW", "note")
-    assert decisions_for(resolve("AdamW", ADAMW), "optimizer.type") == []
-
-
 # --- Adam's decay ------------------------------------------------------------------------------
-
-
-def test_adam_keeps_deepspeeds_decay_mode_with_a_warning(resolve, decisions_for):
-    resolution = resolve("Adam", ADAMW)
-    assert resolution.optimizer.params["adam_w_mode"] is True
-    (decision,) = decisions_for(resolution, "optimizer.params.adam_w_mode")
-    assert (decision.after, decision.severity) == (True, "warning")
-    assert "adam_w_mode false" in decision.reason
-
-
-def test_adams_decay_mode_without_decay_gives_no_warning(resolve, decisions_for):
-    resolution = resolve("Adam", {"lr": 1e-4})
-    (decision,) = decisions_for(resolution, "optimizer.params.adam_w_mode")
-    assert decision.severity == "note"
 
 
 def test_the_plain_engine_keeps_adams_decay_mode(resolve, decisions_for):
@@ -284,14 +258,6 @@ def test_the_plain_engine_keeps_adams_decay_mode(resolve, decisions_for):
     assert "adam_w_mode" not in resolution.optimizer.params
     (decision,) = decisions_for(resolution, "optimizer.params.adam_w_mode")
     assert decision.severity == "warning"
-
-
-def test_adam_w_mode_false_on_adamw_is_reported_as_without_effect(resolve, decisions_for):
-    resolution = resolve("AdamW", {**ADAMW, "adam_w_mode": False})
-    assert resolution.optimizer.weight_decay_mode == "decoupled"
-    assert resolution.optimizer.params["adam_w_mode"] is True
-    (decision,) = decisions_for(resolution, "optimizer.params.adam_w_mode")
-    assert (decision.before, decision.after, decision.severity) == (False, True, "warning")
 
 
 # --- optimizers that cannot run --------------------------------------------------------------
@@ -420,13 +386,6 @@ def test_conflicting_values_are_refused(resolve):
     ]
     with pytest.raises(InvalidValueError, match="etas"):
         resolve("Rprop", {"lr": 0.1, "etas": [1.2, 0.5]})
-
-
-def test_a_number_as_text_is_converted_with_a_note(resolve, decisions_for):
-    resolution = resolve("AdamW", {"lr": "1e-4"})
-    assert resolution.optimizer.lr == 1e-4
-    (decision,) = decisions_for(resolution, "optimizer.params.lr")
-    assert (decision.before, decision.after) == ("1e-4", 1e-4)
 
 
 # --- a plan that is resolved already -------------------------------------------------------------
