@@ -11,6 +11,7 @@ import torch
 from tests.ema.engines import follow, foreign
 from tests.support.ranks import ranks, run_ranks
 from tests.support.runs import PLAIN, Case
+from tests.support.sampling import nightly
 from zerotune.ema import EMAShadow
 from zerotune.errors import EngineError
 
@@ -19,15 +20,15 @@ PARTITIONED = (("sub_group_size", 100), ("stage3_param_persistence_threshold", 0
 PERSISTENT = (("sub_group_size", 100), ("stage3_param_persistence_threshold", 20))
 
 CASES = [
-    (PLAIN, 1),
     (attrs.evolve(PLAIN, precision="bf16"), 2),
-    (Case(stage=0, precision="bf16"), 1),
-    (Case(stage=1), 2),
     (Case(stage=2, offload="cpu", precision="bf16"), 2),
-    (Case(stage=3, overrides=PARTITIONED), 2),
     (Case(stage=3, offload="cpu", precision="bf16", overrides=PERSISTENT, engine="deepspeed"), 1),
 ]
 NIGHTLY = [
+    (PLAIN, 1),
+    (Case(stage=0, precision="bf16"), 1),
+    (Case(stage=1), 2),
+    (Case(stage=3, overrides=PARTITIONED), 2),
     (Case(stage=2, precision="bf16"), 1),
     (Case(stage=1, offload="cpu", precision="bf16"), 1),
     (Case(stage=2), 2),
@@ -53,7 +54,7 @@ def check(results: list[dict[str, Any]]) -> None:
 @pytest.mark.deepspeed
 @pytest.mark.parametrize(
     ("case", "world_size"),
-    [*CASES, *(pytest.param(*run, marks=pytest.mark.nightly) for run in NIGHTLY)],
+    [*CASES, *nightly(*NIGHTLY)],
     ids=str,
 )
 def test_the_shadow_follows_the_weights_and_swaps_with_them_exactly(case, world_size):
@@ -90,7 +91,7 @@ def test_master_weights_that_deepspeed_confuses_are_refused():
 @pytest.mark.nvme
 @pytest.mark.parametrize(
     ("precision", "world_size"),
-    [("fp32", 2), pytest.param("bf16", 2, marks=pytest.mark.nightly)],
+    [("fp32", 2), *nightly(("bf16", 2))],
 )
 def test_the_shadow_follows_weights_on_nvme(precision, world_size, tmp_path):
     case = Case(

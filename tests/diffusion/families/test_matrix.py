@@ -49,7 +49,7 @@ SAMPLE = [
     ("family", "case", "world_size", "variants"), SAMPLE, ids=[run[0] for run in SAMPLE]
 )
 def test_a_sample_equals_the_plain_engine(folders, tmp_path, family, case, world_size, variants):
-    found = deviations(folders[family], case, variants, world_size, tmp_path / "exported", 12)
+    found = deviations(folders[family], case, variants, world_size, tmp_path / "exported", _STEPS)
     assert max(found.values()) < TOLERANCE
 
 
