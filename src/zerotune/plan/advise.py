@@ -9,7 +9,7 @@ import attrs
 from zerotune._util.table import Readable
 from zerotune._util.text import is_number, parse_size
 from zerotune.decisions import Decision
-from zerotune.errors import InvalidValueError, PlanConflictError
+from zerotune.errors import InvalidValueError, OptimizerError, PlanConflictError
 from zerotune.plan.candidates import (
     PREFERENCES,
     Budget,
@@ -23,13 +23,12 @@ from zerotune.plan.candidates import (
 )
 from zerotune.plan.context import Context, DeviceUpdate, Streaming, UpdateName
 from zerotune.plan.facts import ModelFacts
-from zerotune.plan.memory.items import Estimate, Place, Workload
+from zerotune.plan.memory.items import Place, Workload
 from zerotune.plan.memory.rates import Rates, known_rates
 from zerotune.plan.optimizer.catalogue import ADAM
 from zerotune.plan.optimizer.names import DEFAULT_OPTIMIZER, entry_of
 from zerotune.plan.remedies import nothing_fits
 from zerotune.plan.resolution import resolve
-from zerotune.plan.resolved import Resolved
 from zerotune.plan.settings import Settings
 from zerotune.platform import Platform, detect_platform
 from zerotune.platform.facts import CUDA
@@ -43,21 +42,6 @@ class Advised(Readable):
     chosen: Candidate
     candidates: tuple[Candidate, ...]
     """All plans that were considered, from least to most offload."""
-
-    @property
-    def plan(self) -> Settings:
-        """The advised plan."""
-        return self.chosen.plan
-
-    @property
-    def estimate(self) -> Estimate:
-        """Memory estimate of the advised plan."""
-        return self.chosen.estimate
-
-    @property
-    def resolved(self) -> Resolved:
-        """The advised plan, resolved for the given machine."""
-        return self.chosen.estimate.resolved
 
     @property
     def gradient_checkpointing(self) -> bool:
@@ -109,7 +93,7 @@ class Advised(Readable):
     @property
     def headroom(self) -> dict[Place, int]:
         """Unused bytes of the budget, per rank for device memory, per machine for RAM and NVMe."""
-        needs = machine_needs(self.estimate)
+        needs = machine_needs(self.chosen.estimate)
         return {
             "device": self.budget.device - needs["device"],
             "host": self.budget.host - needs["host"],
@@ -227,10 +211,11 @@ def _not_on_device(request: Request) -> PlanConflictError:
     plan = laid_out(request, request.levels[0][0])
     update: Any = request.update
     streamed = bool(request.model.units)
-    resolved = resolve(plan, request.context, streamed=streamed, update=update)
-    replaced = resolved.optimizer.name != plan.optimizer_name and resolved.update is not None
-    key = "optimizer.type" if replaced else "update"
-    why = next(one.reason for one in reversed(resolved.decisions) if one.key == key)
+    try:
+        resolved = resolve(plan, request.context, streamed=streamed, update=update)
+        why = next(one.reason for one in reversed(resolved.decisions) if one.key == "update")
+    except OptimizerError as error:
+        why = error.reason
     return PlanConflictError(
         f"is not possible: {why}", 'remove it, or write "host"', "update", update.name
     )

@@ -20,7 +20,7 @@ from zerotune.plan.memory.rates import Rates
 from zerotune.plan.memory.time import StepTime, step_time
 from zerotune.plan.optimizer.catalogue import OPTIMIZERS
 from zerotune.plan.optimizer.entries import OptimizerEntry
-from zerotune.plan.optimizer.names import entry_of
+from zerotune.plan.optimizer.names import DEFAULT_OPTIMIZER, entry_of
 from zerotune.plan.resolution import resolve
 from zerotune.plan.resolved import Resolved
 from zerotune.plan.sections import OffloadSection, OptimizerSection, ZeroSection
@@ -313,7 +313,11 @@ def _fill_both(request: Request, estimate: Estimate) -> Estimate:
 
 
 def _resolved(request: Request, layout: Layout) -> Resolved | None:
-    """Return the layout's plan, resolved; ``None`` if something else would run than the layout."""
+    """Return the layout's plan, resolved; ``None`` if something else would run than the layout.
+
+    AdamW takes the place of an optimizer that cannot run in the layout, except one of a package,
+    whose learning rates mean something else.
+    """
     split = layout.masters == "split"
     streaming = Streaming(split_masters=split) if layout.streams else None
     update = DeviceUpdate(masters=layout.masters) if layout.on_device else None
@@ -323,12 +327,14 @@ def _resolved(request: Request, layout: Layout) -> Resolved | None:
     try:
         found = resolve(plan, request.context, streamed=streamed, update=update)
     except OptimizerError:
+        asked = entry_of(request.plan.optimizer_name)
+        from_package = asked.family == "package"
         # At stage 0, every optimizer runs that runs at all.
-        if layout.stage == 0 or isinstance(request.update, DeviceUpdate):
+        if layout.stage == 0 or (from_package and isinstance(request.update, DeviceUpdate)):
             raise
-        return None
-    if layout.on_device and found.optimizer.name != found.plan.optimizer_name:
-        return None
+        if layout.on_device or from_package or asked.name == DEFAULT_OPTIMIZER:
+            return None
+        return _resolved(_with_optimizer(request, DEFAULT_OPTIMIZER), layout)
     runs = (found.streaming is not None, found.update is not None, found.masters)
     return found if runs == (layout.streams, layout.on_device, layout.masters) else None
 

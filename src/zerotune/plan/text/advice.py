@@ -36,13 +36,13 @@ def advice_data(advice: Advised) -> dict[str, Any]:
     """Return the advice as a JSON-serialisable dict; sizes are in bytes."""
     return {
         "fits": True,
-        "plan": advice.plan.to_dict(),
-        "title": describe(advice.resolved),
+        "plan": advice.chosen.plan.to_dict(),
+        "title": describe(advice.chosen.estimate.resolved),
         "streamed": advice.streamed and attrs.asdict(advice.streamed),
         "update": advice.chosen.update_name,
         "budget": {**places_of(advice.budget), "reserve": advice.budget.reserve},
         "headroom": advice.headroom,
-        "estimate": estimate_data(advice.estimate),
+        "estimate": estimate_data(advice.chosen.estimate),
         "candidates": [
             {"chosen": one is advice.chosen, **candidate_data(one)} for one in advice.candidates
         ],
@@ -108,7 +108,8 @@ def advice_page(advice: Advised, *, most: int | None = None) -> Page:
         advice: The advice.
         most: Maximum number of candidates; ``None`` shows all.
     """
-    budget, time, reserve = places_of(advice.budget), advice.chosen.time, advice.budget.reserve
+    chosen, reserve = advice.chosen, advice.budget.reserve
+    budget, time, estimate = places_of(advice.budget), chosen.time, chosen.estimate
     device = f"{format_size(budget['device'])} of device memory" if budget["device"] else "no GPU"
     host = format_size(budget["host"])
     nvme = f"{format_size(budget['nvme'])} of NVMe" if budget["nvme"] else "no NVMe"
@@ -120,20 +121,20 @@ def advice_page(advice: Advised, *, most: int | None = None) -> Page:
     return Page(
         blocks=(
             Line(f"Advice for {device}, {host} of host memory, {nvme}{kept}", style="title"),
-            Line(subject(advice.estimate), indent=2),
+            Line(subject(estimate), indent=2),
             Line(""),
-            Line(describe(advice.resolved), mark="Chosen:", style="good"),
-            Line(advice.chosen.reason, indent=2),
+            Line(describe(estimate.resolved), mark="Chosen:", style="good"),
+            Line(chosen.reason, indent=2),
             Line(f"headroom: {sizes(headroom)}", indent=2),
             *([] if time is None else [Line(time_words(time), indent=2)]),
             Line(""),
-            memory_table(advice.estimate, rank_budget(budget, advice.estimate)),
+            memory_table(estimate, rank_budget(budget, estimate)),
             Line(""),
             Line(
                 f"{counted} in order of preference, those that fit first; GiB per rank:",
                 style="title",
             ),
-            _candidates_table(every, chosen=advice.chosen),
+            _candidates_table(every, chosen=chosen),
         )
     )
 
@@ -249,9 +250,12 @@ def _shortfalls(candidate: Candidate) -> list[tuple[Place, int]]:
     return [(place, short[place]) for place in PLACES if place in short]
 
 
-brief_of.register(
-    Advised, lambda one: f"{describe(one.resolved)}; of {len(one.candidates)} candidates"
-)
+def _brief(advice: Advised) -> str:
+    plan = describe(advice.chosen.estimate.resolved)
+    return f"{plan}; of {len(advice.candidates)} candidates"
+
+
+brief_of.register(Advised, _brief)
 
 
 page_of.register(Advised, partial(advice_page, most=FOREMOST))
