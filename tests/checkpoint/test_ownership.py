@@ -84,9 +84,19 @@ def test_the_folder_of_a_killed_process_is_taken_over(tmp_path, holder):
     first.communicate()
     assert names(tmp_path) == [OWNER_LOCK]
     with RootHold(tmp_path) as hold:
-        assert hold.decisions == ()
-        assert (tmp_path / OWNER_LOCK).read_text().startswith(f"process {os.getpid()} on ")
+        (decision,) = hold.decisions
+        assert decision.severity == "note"
+        assert f"process {first.pid} on {os.uname().nodename} (since 20" in decision.reason
+        assert f"\nprocess {os.getpid()} on " in (tmp_path / OWNER_LOCK).read_text()
     assert names(tmp_path) == []
+
+
+def test_a_warning_names_a_former_holder_on_another_machine(tmp_path):
+    (tmp_path / OWNER_LOCK).write_text("other\nprocess 7 on other (since 2026-01-01T00:00:00)")
+    with RootHold(tmp_path) as hold:
+        (decision,) = hold.decisions
+        assert decision.severity == "warning"
+        assert "process 7 on other (since 2026" in decision.reason
 
 
 def test_a_worker_that_outlives_its_trainer_does_not_hold_the_folder(tmp_path, holder):

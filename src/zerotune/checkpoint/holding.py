@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from contextlib import ExitStack, suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -14,7 +15,7 @@ from zerotune._util import ownership
 from zerotune._util.closing import Closable
 from zerotune._util.files import open_regular, system_errors
 from zerotune._util.proc import ProcessIdentity
-from zerotune.decisions import Decision
+from zerotune.decisions import Decision, Severity
 from zerotune.errors import CheckpointError
 
 OWNER_LOCK: Final = ".zerotune-owner.lock"
@@ -41,7 +42,8 @@ class RootHold(Closable):
         root: The checkpoint folder, which is created if it is missing.
 
     Attributes:
-        decisions: A warning if the file system supports no locks.
+        decisions: A note if the former holder was killed; a warning if it ran on another machine,
+            since some file systems do not share locks, or if the file system supports no locks.
 
     Raises:
         CheckpointError: Another process has locked the folder, or the folder is not writable.
@@ -55,12 +57,7 @@ class RootHold(Closable):
             place = place.resolve()
             self._lock: _Lock | None = _locks.get(place) or _Lock(place)
         self._lock.users += 1
-        self.decisions: tuple[Decision, ...] = ()
-        if self._lock.descriptor is None:
-            reason = "this file system supports no file locks, so a second run of the same job "
-            reason += "would not be noticed"
-            owner = Decision("checkpoints.owner", None, str(place), reason, "warning")
-            self.decisions = (owner,)
+        self.decisions: tuple[Decision, ...] = self._lock.decisions
 
     @override
     def close(self) -> None:
@@ -78,7 +75,8 @@ class _Lock:
 
     def __init__(self, root: Path) -> None:
         self._root, self.users = root, 0
-        self.descriptor = _locked(root)
+        self.decisions: tuple[Decision, ...] = ()
+        self.descriptor = self._locked()
         """Descriptor of the locked file; ``None`` if the file system supports no locks."""
         _locks[root] = self
         ownership.keep_from_children(self)
@@ -99,34 +97,57 @@ class _Lock:
         if descriptor is not None:
             os.close(descriptor)
 
+    def _locked(self) -> int | None:
+        """Return a descriptor of the locked lock file; ``None`` without locks."""
+        path = self._root / OWNER_LOCK
+        while True:
+            with ExitStack() as undo:
+                lock = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+                undo.callback(os.close, lock)
+                try:
+                    locked = ownership.try_lock(lock, exclusive=True, patience=_LEAVING_S)
+                except OSError as error:
+                    if not ownership.lacks_locks(error):
+                        raise
+                    self._decide(
+                        "this file system supports no file locks, so a second run of the same job "
+                        "would not be noticed",
+                        "warning",
+                    )
+                    return None
+                written = os.pread(lock, _LONGEST_OWNER, 0).decode(errors="replace")
+                host, _, owner = written.partition("\n")
+                if not locked:
+                    raise _in_use(self._root, owner)
+                # A run that left meanwhile may have removed the opened file; then try again.
+                with suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(lock), path.lstat()):
+                        self._take_over(host, owner)
+                        os.truncate(lock, os.pwrite(lock, _this_process().encode(), 0))
+                        undo.pop_all()
+                        return lock
 
-def _locked(root: Path) -> int | None:
-    """Return a descriptor of the locked lock file; ``None`` without locks."""
-    path = root / OWNER_LOCK
-    while True:
-        with ExitStack() as undo:
-            lock = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
-            undo.callback(os.close, lock)
-            try:
-                locked = ownership.try_lock(lock, exclusive=True, patience=_LEAVING_S)
-            except OSError as error:
-                if not ownership.lacks_locks(error):
-                    raise
-                return None
-            if not locked:
-                raise _in_use(root, os.pread(lock, _LONGEST_OWNER, 0).decode(errors="replace"))
-            # A run that left meanwhile may have removed the opened file; then try again.
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(lock), path.lstat()):
-                    os.truncate(lock, os.pwrite(lock, _this_process().encode(), 0))
-                    undo.pop_all()
-                    return lock
+    def _take_over(self, host: str, owner: str) -> None:
+        """Record that the former holder, if there was one, did not unlock the folder itself."""
+        if host == platform.node():
+            self._decide(f"{owner} has ended without unlocking the folder", "note")
+        elif owner:
+            self._decide(
+                f"taken over from {owner}; if that process is still running, its locks are not "
+                "visible here, and both save in this folder",
+                "warning",
+            )
+
+    def _decide(self, reason: str, severity: Severity) -> None:
+        decision = Decision("checkpoints.owner", None, str(self._root), reason, severity)
+        self.decisions = (decision,)
 
 
 def _this_process() -> str:
+    """Return this machine's name, and in a second line this process for people."""
     owner = ProcessIdentity.current()
     since = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return f"process {owner.pid} on {owner.host} (since {since})"
+    return f"{owner.host}\nprocess {owner.pid} on {owner.host} (since {since})"
 
 
 def _in_use(root: Path, owner: str) -> CheckpointError:
