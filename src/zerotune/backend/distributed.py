@@ -32,9 +32,6 @@ T = TypeVar("T")
 
 _DEFAULT_TIMEOUT_S = 600.0
 
-_LAST_WORD_S: Final = 1.0
-"""Seconds for which rank 0 tries to inform each remaining rank that a rank is lost."""
-
 _NOBODY_SENDS: Final = 1 << 30
 """A tag that no message has."""
 
@@ -111,8 +108,15 @@ class ProcessGroup:
         """
         if self.world_size == 1:
             return
-        with self._meeting(purpose, timeout_s=timeout_s) as deadline:
-            self._meet(deadline)
+        with self._meeting(purpose, timeout_s=timeout_s) as deadline, self._looking():
+            # torch's ``monitored_barrier`` waits for the group's timeout on all ranks but rank 0.
+            token = torch.zeros(1, dtype=torch.uint8)
+            try:
+                _await(dist.all_reduce(token, group=self._control, async_op=True), deadline)
+            except RuntimeError:
+                # Ranks that come later must not pass.
+                self._wake()
+                raise
 
     def broadcast(self, value: Any, *, source: int = 0, purpose: str = "share a value") -> Any:
         """Return rank ``source``'s value on every rank.
@@ -294,45 +298,6 @@ class ProcessGroup:
             what = f"not every rank reached {purpose!r}{when}"
             raise self._lost(what, error, 0 if late else SETTLING_S) from error
 
-    def _meet(self, deadline: float) -> None:
-        """Every rank reports to rank 0, which answers all; each rank waits until its own deadline.
-
-        In torch's ``monitored_barrier``, all ranks except rank 0 wait for the group's timeout.
-        """
-        token, tag = torch.zeros(1, dtype=torch.uint8), 2 * self._roll.count
-        if not self.is_main:
-            with self._looking():
-                _await(self._send(token, 0, tag), deadline)
-                _await(self._receive(token, 0, tag + 1), deadline)
-            if bool(token):
-                raise RuntimeError("rank 0 has lost another rank")
-            return
-        others = range(1, self.world_size)
-        coming = [self._receive(token.clone(), rank, tag) for rank in others]
-        lost: RuntimeError | None = None
-        with self._looking():
-            for work in coming:
-                try:
-                    _await(work, deadline)
-                except RuntimeError as error:
-                    lost = lost or error
-                    # Wait briefly for ranks that are about to arrive, so that they learn of the
-                    # lost rank.
-                    deadline = min(deadline, time.monotonic() + SETTLING_S)
-        token.fill_(lost is not None)
-        for rank in others:
-            with contextlib.nullcontext() if lost is None else contextlib.suppress(RuntimeError):
-                limit = deadline if lost is None else time.monotonic() + _LAST_WORD_S
-                _await(self._send(token, rank, tag + 1), limit)
-        if lost is not None:
-            raise lost
-
-    def _send(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
-        return dist.isend(tensor, rank, group=self._control, tag=tag)
-
-    def _receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
-        return dist.irecv(tensor, rank, group=self._control, tag=tag)
-
     def _wake(self, group: Any = None) -> None:
         """Abort this rank's pending collectives; the group cannot be used afterwards.
 
@@ -346,15 +311,12 @@ class ProcessGroup:
 
     @contextlib.contextmanager
     def _looking(self) -> Iterator[None]:
-        """Stop waiting for a late rank that cannot come.
-
-        The process of a rank has ended, which rank 0 tells all others, or is in a later pass.
-        """
+        """Stop waiting for a late rank that cannot come: it has ended, or is in a later pass."""
         over = threading.Event()
 
         def look() -> None:
             while not over.wait(LOOK_S):
-                if (self.is_main and self._roll.dead()) or self._roll.ahead():
+                if self._roll.dead() or self._roll.ahead():
                     self._wake()
                     return
 
