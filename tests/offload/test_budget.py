@@ -9,7 +9,7 @@ import torch
 
 from zerotune.errors import OffloadError
 from zerotune.offload import OffloadManager
-from zerotune.offload.space import fit_host_memory, host_budget
+from zerotune.offload.space import check_host_memory, host_budget
 from zerotune.optim import OptimizerResolver
 from zerotune.plan import DeepSpeedPlan, ModelFacts
 from zerotune.platform import Platform
@@ -32,14 +32,9 @@ def resolved(platform, *, stage=2, offload="cpu", world_size=1, model=MODEL, **z
     return OptimizerResolver().resolve(found)
 
 
-def pins(plan):
-    return plan.plan.zero_optimization.offload_optimizer.pin_memory
-
-
 def test_enough_memory_gives_a_note_with_the_numbers():
     plan = resolved(machine(64))
-    same, (note,) = fit_host_memory(plan, ranks=1, held=0)
-    assert same is plan
+    (note,) = check_host_memory(plan, ranks=1, held=0)
     assert note.severity == "note"
     assert "64.00 GiB available" in note.reason
 
@@ -66,43 +61,10 @@ def test_pinned_memory_is_rounded_up_unless_deepspeed_pins_it_itself():
     assert (newer.pinned, newer.locked) == (native.pinned, 0)
 
 
-def between_pinned_and_not():
-    """Return the GiB of a machine on which the plan fits only without pinning."""
-    plan = resolved(machine(64))
-    pinned = host_budget(plan, ranks=1, held=0)
-    zero = {"pin_memory": False, "device": "cpu"}
-    loose = resolved(machine(64), offload_optimizer=zero)
-    unpinned = host_budget(loose, ranks=1, held=0)
-    assert unpinned.per_rank < pinned.per_rank
-    return (pinned.per_rank + unpinned.per_rank) / 2 / GIB
-
-
-def test_pinning_is_switched_off_where_that_makes_the_plan_fit():
-    plan = resolved(machine(between_pinned_and_not()))
-    assert pins(plan) is True
-    fitted, (decision,) = fit_host_memory(plan, ranks=1, held=0)
-    assert pins(fitted) is False
-    assert decision.key == "zero_optimization.offload_optimizer.pin_memory"
-    assert (decision.before, decision.after, decision.severity) == (True, False, "warning")
-
-
-def test_an_explicit_pin_memory_is_not_changed():
-    tight = machine(between_pinned_and_not())
-    plan = resolved(tight, offload_optimizer={"pin_memory": True, "device": "cpu"})
-    with pytest.raises(OffloadError, match="set pin_memory to false"):
-        fit_host_memory(plan, ranks=1, held=0)
-
-
-def test_several_ranks_never_switch_pinning_off_independently():
-    tight = machine(between_pinned_and_not())
-    with pytest.raises(OffloadError, match="needs more host memory"):
-        fit_host_memory(resolved(tight, world_size=2), ranks=2, held=0)
-
-
 def test_a_plan_that_needs_too_much_is_refused_with_a_remedy():
     plan = resolved(machine(1.5))
     with pytest.raises(OffloadError) as caught:
-        fit_host_memory(plan, ranks=1, held=0)
+        check_host_memory(plan, ranks=1, held=0)
     error = caught.value
     assert error.key == "offload.host_memory"
     assert "1 rank(s) x" in error.reason
@@ -114,14 +76,13 @@ def test_a_plan_that_needs_too_much_is_refused_with_a_remedy():
 def test_exceeding_the_memlock_limit_is_refused():
     plan = resolved(machine(64, lockable=8 * 1024**2), stage=3, offload="nvme")
     with pytest.raises(OffloadError, match=r"may lock only 8\.00 MiB.*ulimit -l"):
-        fit_host_memory(plan, ranks=1, held=0)
-    assert fit_host_memory(resolved(machine(64, lockable=1)), ranks=1, held=0)[1]
+        check_host_memory(plan, ranks=1, held=0)
+    assert check_host_memory(resolved(machine(64, lockable=1)), ranks=1, held=0)
 
 
 def test_without_a_model_the_needs_are_unknown():
     plan = resolved(machine(0.001), model=None)
-    same, (note,) = fit_host_memory(plan, ranks=1)
-    assert same is plan
+    (note,) = check_host_memory(plan, ranks=1)
     assert "without a model" in note.reason
 
 
@@ -152,6 +113,6 @@ def test_memory_is_checked_again_when_deepspeed_runs_instead_of_the_host_engine(
     roomy = start_hosted(model=torch.nn.Linear(2, 2), plan=plan, timeout_s=1)
     assert (roomy.engine, roomy.decisions[-1].key) == ("deepspeed", "offload.host_memory")
     tight = resolved(machine(sum(budgets) / 2 / GIB, torch="2.13.0"))
-    tight, _ = fit_host_memory(tight, ranks=1)
+    tight, _ = check_host_memory(tight, ranks=1)
     with pytest.raises(OffloadError, match="needs more host memory"):
         start_hosted(model=torch.nn.Linear(2, 2), plan=tight, timeout_s=1)

@@ -387,25 +387,12 @@ class TestRanks:
                 OffloadError, match="rank 1 has a different plan from rank 0"
             ) as caught:
                 other.__enter__()
-            assert "optimizer.params.lr: rank 0: 0.0001, rank 1: 0.0003" in caught.value.reason
             assert first.path.exists()
-        assert list(tmp_path.iterdir()) == []
-
-    def test_a_different_plan_is_refused_even_if_only_the_run_id_is_shared(self, tmp_path):
-        wire = Wire()
-        with self.lease(tmp_path, wire, 0):
-            wire.text = wire.text.split()[0]
-            other = self.lease(tmp_path, wire, 1, plan=swapping_plan(lr=3e-4, world_size=2))
-            with pytest.raises(
-                OffloadError, match="rank 1 has a different plan from rank 0"
-            ) as caught:
-                other.__enter__()
             (record,) = tmp_path.glob("*/rank0.json")
             assert (caught.value.key, caught.value.value) == ("lease record", str(record))
             plans = [swapping_plan(lr=lr, world_size=2) for lr in (3e-4, 1e-4)]
             digests = [plan.digest()[:12] for plan in plans]
             assert f"this record: {digests[0]} instead of {digests[1]}" in caught.value.reason
-            assert "share return rank 0's whole string" in caught.value.fix
 
     @pytest.mark.parametrize("rank", [0, 1])
     def test_several_ranks_require_a_share_function(self, tmp_path, rank):

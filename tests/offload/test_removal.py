@@ -5,7 +5,7 @@ import os
 import pytest
 
 from zerotune.offload import lease
-from zerotune.offload.lease import folder_bytes, open_folder, remove_contents
+from zerotune.offload.lease import dismantle, folder_bytes, open_folder
 
 
 @pytest.fixture
@@ -23,21 +23,14 @@ def test_the_freed_bytes_equal_the_counted_ones(opened):
     folder, descriptor = opened
     counted = folder_bytes(descriptor)
     assert counted >= 8192
-    assert remove_contents(descriptor) == counted
+    assert dismantle(descriptor) == counted
     assert list(folder.iterdir()) == []
-
-
-def test_names_to_keep_apply_only_at_the_top_level(opened):
-    folder, descriptor = opened
-    (folder / "a" / "keep").touch()
-    remove_contents(descriptor, keep={"keep"})
-    assert [file.name for file in folder.iterdir()] == ["keep"]
 
 
 def test_a_file_with_another_hard_link_frees_no_bytes(opened, tmp_path):
     folder, descriptor = opened
     os.link(folder / "a" / "b" / "file", tmp_path / "other")
-    assert remove_contents(descriptor) < 8192
+    assert dismantle(descriptor) < 8192
     assert (tmp_path / "other").stat().st_size == 8192
 
 
@@ -52,7 +45,7 @@ def test_a_mount_is_not_crossed(opened, tmp_path, mounted, bind):
     mounted(point, *options)
     (point / "file").write_text("keep")
     with pytest.raises(OSError, match="another file system is mounted here"):
-        remove_contents(descriptor)
+        dismantle(descriptor)
     assert (point / "file").read_text() == "keep"
 
 
@@ -61,7 +54,7 @@ def test_without_mount_ids_another_device_is_not_crossed(opened, monkeypatch):
     identities = iter([(1, None), (2, None)])
     monkeypatch.setattr(lease, "mount_identity", lambda _: next(identities))
     with pytest.raises(OSError, match="another file system is mounted here"):
-        remove_contents(descriptor, keep={"keep"})
+        dismantle(descriptor)
     assert (folder / "a" / "b" / "file").exists()
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable
-from contextlib import suppress
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -19,7 +20,6 @@ from zerotune.decisions import Decision
 from zerotune.errors import OffloadError
 from zerotune.offload.lease import (
     DRAFT_PREFIX,
-    Removed,
     dismantle,
     folder_bytes,
     judged,
@@ -60,26 +60,23 @@ class CleanupReport:
     removed: tuple[Leftover, ...] = ()
     kept: tuple[Leftover, ...] = ()
     failures: tuple[Leftover, ...] = ()
-    """Leftovers that could not be deleted completely; ``nbytes`` counts the freed bytes."""
+    """Leftovers that could not be deleted completely."""
 
     @property
     def freed(self) -> int:
         """Bytes on disk that the clean-up freed, or would free without ``dry_run``."""
-        return sum(one.nbytes for one in (*self.removed, *self.failures))
+        return sum(one.nbytes for one in self.removed)
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
         """A decision for each leftover that was deleted, could not be deleted, or has no lease."""
-        bare = [one for one in self.kept if one.kind == "bare"]
         verb = "would free" if self.dry_run else "freed"
-        return (
-            *(_cleanup_decision(one, verb, gone=not self.dry_run) for one in self.removed),
-            *(
-                _cleanup_decision(one, "could not be removed; freed", gone=False)
-                for one in self.failures
-            ),
-            *(_cleanup_decision(one, "takes", gone=False) for one in bare),
-        )
+        said = [(one, f"{verb} {format_size(one.nbytes)}") for one in self.removed]
+        said += [(one, "could not be removed") for one in self.failures]
+        bare = (one for one in self.kept if one.kind == "bare")
+        said += [(one, f"takes {format_size(one.nbytes)}") for one in bare]
+        removed = () if self.dry_run else self.removed
+        return tuple(_cleanup_decision(one, what, gone=one in removed) for one, what in said)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-serialisable dict; sizes are integers in bytes."""
@@ -94,13 +91,10 @@ class CleanupReport:
         }
 
 
-def _cleanup_decision(one: Leftover, verb: str, *, gone: bool) -> Decision:
+def _cleanup_decision(one: Leftover, what: str, *, gone: bool) -> Decision:
+    path, severity = str(one.path), "note" if gone else "warning"
     return Decision(
-        "offload.stale_swap",
-        str(one.path),
-        None if gone else str(one.path),
-        f"{verb} {format_size(one.nbytes)}: {one.reason}",
-        "note" if gone else "warning",
+        "offload.stale_swap", path, None if gone else path, f"{what}: {one.reason}", severity
     )
 
 
@@ -181,16 +175,11 @@ class _Sweep:
             self._unfinished(root, unfinished)
 
     def _each(
-        self,
-        root: int,
-        name: str,
-        kind: Kind,
-        act: Callable[[int, str, Removed], tuple[bool, int, str]],
+        self, root: int, name: str, kind: Kind, act: Callable[[int, str], tuple[bool, int, str]]
     ) -> None:
-        """Do one removal and record its result, including the bytes freed before a failure."""
-        removed = Removed()
+        """Do one removal and record its result."""
         try:
-            gone, nbytes, reason = act(root, name, removed)
+            gone, nbytes, reason = act(root, name)
         except FileNotFoundError:
             # The run or another cleaner removed it first.
             return
@@ -203,35 +192,28 @@ class _Sweep:
             foreign = isinstance(error, NotADirectoryError)
             foreign = foreign or getattr(error, "errno", None) == errno.ELOOP
             target = self.kept if other is not None or foreign else self.failures
-            target.append(self._leftover(name, kind, removed.freed, str(said)))
+            target.append(self._leftover(name, kind, 0, str(said)))
             return
         (self.removed if gone else self.kept).append(self._leftover(name, kind, nbytes, reason))
 
     def _leftover(self, name: str, kind: Kind, nbytes: int, reason: str) -> Leftover:
         return Leftover(path=self.path / name, kind=kind, nbytes=nbytes, reason=reason)
 
-    def _lease(self, root: int, name: str, removed: Removed) -> tuple[bool, int, str]:
-        folder = _open_inside(root, name)
-        try:
+    def _lease(self, root: int, name: str) -> tuple[bool, int, str]:
+        with _opened_inside(root, name) as folder:
             with judged(folder, self.kind) as verdict:
-                if verdict.state == "empty" and not self.dry_run:
+                gone = verdict.state in ("empty", "stale")
+                if gone and not self.dry_run:
+                    size = dismantle(folder)
                     with suppress(FileNotFoundError):
                         os.rmdir(name, dir_fd=root)
-                elif verdict.state == "stale" and not self.dry_run:
-                    dismantle(folder, removed)
-                    os.rmdir(name, dir_fd=root)
-            gone = verdict.state in ("empty", "stale")
-            size = removed.freed if gone and not self.dry_run else folder_bytes(folder)
-        finally:
-            os.close(folder)
-        return gone, size, verdict.reason
+                    return gone, size, verdict.reason
+            # Without the lock, for which a leaving rank waits.
+            return gone, folder_bytes(folder), verdict.reason
 
-    def _bare(self, root: int, name: str, _: Removed) -> tuple[bool, int, str]:
-        folder = _open_inside(root, name)
-        try:
+    def _bare(self, root: int, name: str) -> tuple[bool, int, str]:
+        with _opened_inside(root, name) as folder:
             size = folder_bytes(folder)
-        finally:
-            os.close(folder)
         reason = "a folder in DeepSpeed's layout without a lease; delete it if no run uses it"
         return False, size, reason
 
@@ -247,20 +229,26 @@ class _Sweep:
                 continue
             self._each(root, name, "unfinished", self._remnant)
 
-    def _remnant(self, root: int, name: str, removed: Removed) -> tuple[bool, int, str]:
-        before = os.stat(name, dir_fd=root, follow_symlinks=False).st_blocks * 512
+    def _remnant(self, root: int, name: str) -> tuple[bool, int, str]:
+        facts = os.stat(name, dir_fd=root, follow_symlinks=False)
+        size = facts.st_blocks * 512
+        if stat.S_ISDIR(facts.st_mode):
+            with _opened_inside(root, name) as folder:
+                size = folder_bytes(folder)
         if not self.dry_run:
-            remove_entry(root, name, mount_identity(root), removed)
-        size = before if self.dry_run else removed.freed
+            remove_entry(root, name)
         return True, size, "the process that was creating the entry has ended"
 
 
-def _open_inside(root: int, name: str) -> int:
+@contextmanager
+def _opened_inside(root: int, name: str) -> Iterator[int]:
     folder = open_folder(name, within=root)
-    if mount_identity(folder) != mount_identity(root):
+    try:
+        if mount_identity(folder) != mount_identity(root):
+            raise NotADirectoryError(0, "another file system is mounted here", name)
+        yield folder
+    finally:
         os.close(folder)
-        raise NotADirectoryError(0, "another file system is mounted here", name)
-    return folder
 
 
 def _other_owner(root: int, name: str) -> int | None:

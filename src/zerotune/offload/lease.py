@@ -17,7 +17,7 @@ import stat
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -143,8 +143,7 @@ class LeaseRecord(OwnerRecord):
                 raise OffloadError(
                     f"rank {self.rank} has a different plan from rank {other.rank}, which wrote "
                     f"this record: {self.plan_digest[:12]} instead of {other.plan_digest[:12]}",
-                    "give every rank the same configuration and arguments; to see the "
-                    "differences, let OffloadManager.share return rank 0's whole string",
+                    "give every rank the same configuration and arguments",
                     "lease record",
                     str(file),
                 )
@@ -345,7 +344,7 @@ def _remove_own(path: Path, lock: int) -> Removal:
                 "offload.root",
                 str(path),
             )
-        dismantle(folder, Removed())
+        dismantle(folder)
     finally:
         os.close(folder)
     with suppress(FileNotFoundError):
@@ -353,7 +352,7 @@ def _remove_own(path: Path, lock: int) -> Removal:
     return "removed"
 
 
-def dismantle(folder: int, removed: Removed) -> None:
+def dismantle(folder: int) -> int:
     """Delete the contents of a leased folder that the caller has locked exclusively.
 
     The records and the lock file are deleted last. If the deletion is interrupted, the folder is
@@ -362,13 +361,16 @@ def dismantle(folder: int, removed: Removed) -> None:
 
     Args:
         folder: Descriptor of the folder.
-        removed: Progress counter.
+
+    Returns:
+        Bytes on disk that were freed.
     """
-    records = {name for name in os.listdir(folder) if is_record(name)}
-    remove_contents(folder, keep={LOCK_FILE, *records}, removed=removed)
-    remove_contents(folder, keep={LOCK_FILE}, removed=removed)
-    with suppress(FileNotFoundError):
-        os.unlink(LOCK_FILE, dir_fd=folder)
+    freed = folder_bytes(folder)
+    names = os.listdir(folder)
+    # False before True.
+    for name in sorted(names, key=lambda name: (name == LOCK_FILE, is_record(name))):
+        remove_entry(folder, name)
+    return freed
 
 
 @functools.cache
@@ -646,19 +648,8 @@ def _left_behind(path: Path | str, reason: str) -> Decision:
 
 # -- Measure and remove a folder without ever leaving it.
 #
-# Every step is relative to an open descriptor and refuses to follow a symbolic link or to cross
-# a mount, so a link planted inside a swap folder is removed itself and its target is untouched.
-
-
-@attrs.define(kw_only=True)
-class Removed:
-    """Progress of a removal, valid even if the removal fails or is interrupted."""
-
-    freed: int = 0
-    """Bytes on disk that were freed."""
-
-
-_TOO_DEEP: Final = "has too deeply nested folders"
+# Every step is relative to an open descriptor and refuses to follow a symbolic link, so a link
+# planted inside a swap folder is removed itself and its target is untouched.
 
 
 def open_folder(path: str | Path, *, within: int | None = None) -> int:
@@ -673,68 +664,36 @@ def open_folder(path: str | Path, *, within: int | None = None) -> int:
 
 
 def folder_bytes(folder: int) -> int:
-    """Return the bytes on disk below an open folder; files deleted in the meantime count as 0."""
-    total = 0
+    """Return the bytes on disk that deleting the contents of an open folder would free.
+
+    Files that are deleted in the meantime count as 0.
+
+    Raises:
+        OSError: Another file system is mounted inside, or folders are nested too deeply.
+    """
+    total, home = 0, mount_identity(folder)
     try:
-        for _, _, files, inside in os.fwalk(".", dir_fd=folder):
+        for path, _, files, inside in os.fwalk(".", dir_fd=folder):
+            if mount_identity(inside) != home:
+                raise OSError(errno.EXDEV, "another file system is mounted here", path)
             for name in files:
                 with suppress(FileNotFoundError):
-                    total += os.stat(name, dir_fd=inside, follow_symlinks=False).st_blocks * 512
+                    facts = os.stat(name, dir_fd=inside, follow_symlinks=False)
+                    total += facts.st_blocks * 512 if facts.st_nlink == 1 else 0
     except RecursionError:  # Before Python 3.13, fwalk is recursive.
-        raise OSError(errno.ELOOP, _TOO_DEEP) from None
+        raise OSError(errno.ELOOP, "has too deeply nested folders") from None
     return total
 
 
-def remove_contents(
-    folder: int, *, keep: Collection[str] = (), removed: Removed | None = None
-) -> int:
-    """Delete everything inside an open folder.
-
-    Args:
-        folder: Descriptor of the folder; the folder is kept.
-        keep: Names of files and folders directly inside ``folder`` to keep.
-        removed: Progress counter, valid even if an error ends the removal.
-
-    Returns:
-        Bytes on disk that were freed.
-    """
-    removed = Removed() if removed is None else removed
-    before = removed.freed
-    home = mount_identity(folder)
-    for name in os.listdir(folder):
-        if name not in keep:
-            remove_entry(folder, name, home, removed)
-    return removed.freed - before
-
-
-def remove_entry(folder: int, name: str, home: tuple[int, str | None], removed: Removed) -> None:
+def remove_entry(folder: int, name: str) -> None:
     """Delete a file, or a folder and its contents, inside an open folder.
 
     Args:
         folder: Descriptor of the open folder.
         name: Name of the file or folder; if it does not exist, nothing is done.
-        home: ``mount_identity(folder)``; files on other mounts are not changed.
-        removed: Progress counter.
     """
     with suppress(FileNotFoundError):  # Another process removed it first.
-        facts = os.stat(name, dir_fd=folder, follow_symlinks=False)
-        if stat.S_ISDIR(facts.st_mode):
-            _remove_folder(folder, name, home, removed)
-            return
-        os.unlink(name, dir_fd=folder)
-        if facts.st_nlink == 1:
-            removed.freed += facts.st_blocks * 512
-
-
-def _remove_folder(folder: int, name: str, home: tuple[int, str | None], removed: Removed) -> None:
-    child = open_folder(name, within=folder)
-    try:
-        if mount_identity(child) != home:
-            raise OSError(errno.EXDEV, "another file system is mounted here", name)
-        for inner in os.listdir(child):  # noqa: PTH208 - a descriptor.
-            remove_entry(child, inner, home, removed)
-    except RecursionError:
-        raise OSError(errno.ELOOP, _TOO_DEEP, name) from None
-    finally:
-        os.close(child)
-    os.rmdir(name, dir_fd=folder)
+        if stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+            shutil.rmtree(f"/proc/self/fd/{folder}/{name}")
+        else:
+            os.unlink(name, dir_fd=folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -15,7 +14,6 @@ from typing_extensions import override
 
 from zerotune._util.ownership import is_run_id, new_run_id
 from zerotune._util.table import Line, Page, Readable
-from zerotune._util.text import differences, json_of
 from zerotune.decisions import Decision, announce
 from zerotune.errors import OffloadError
 from zerotune.offload.cleaning import Cleaner, cleanup_stale_swap
@@ -36,7 +34,7 @@ from zerotune.offload.root import (
     check_root,
     choose_root,
 )
-from zerotune.offload.space import check_space, fit_host_memory, swap_needs
+from zerotune.offload.space import check_host_memory, check_space, swap_needs
 
 if TYPE_CHECKING:
     from zerotune.plan.plan import ResolvedPlan
@@ -109,62 +107,27 @@ class Lease(Readable):
         announce(decisions, rank=0)
 
 
-# -- Data that the ranks of a run exchange before they share a lease.
+# -- What the ranks of a run exchange before they share a lease.
 
 
-@attrs.frozen(kw_only=True)
-class Invitation:
-    """Data that rank 0 shares with the other ranks."""
+def received(text: str) -> str:
+    """Return the run id that rank 0 has shared.
 
-    run_id: str
-    plan: Mapping[str, Any] = attrs.field(factory=dict)
-    """``ResolvedPlan.content()`` of rank 0's plan; empty if unknown."""
-
-    def to_given_path(self) -> str:
-        """Encode run id and plan as one line of text."""
-        return f"{self.run_id} {json.dumps(dict(self.plan), sort_keys=True)}"
-
-    @classmethod
-    def from_given_path(cls, text: str) -> Invitation:
-        """Parse the output of ``to_given_path``, or a run id without further data.
-
-        Args:
-            text: The text that ``share`` returned.
-        """
-        if text.startswith(_FAILURE_PREFIX):
-            raise OffloadError(
-                f"rank 0 could not create the swap folder: {text.removeprefix(_FAILURE_PREFIX)}"
-            )
-        run_id, _, rest = text.partition(" ")
-        try:
-            plan = json_of(rest) if rest else {}
-            valid = is_run_id(run_id) and isinstance(plan, dict)
-        except ValueError:
-            valid = False
-        if not valid:
-            raise OffloadError(
-                "is not a run id; share must return the string that rank 0 passed",
-                "set share= to a collective that broadcasts rank 0's string to all ranks",
-                "OffloadManager.share",
-                text,
-            )
-        return cls(run_id=run_id, plan=plan)
-
-    def check_plan(self, resolved: ResolvedPlan, *, rank: int) -> None:
-        """Check that a rank has the same plan as rank 0.
-
-        Args:
-            resolved: This rank's plan.
-            rank: This rank's number.
-        """
-        mine = json.loads(json.dumps(resolved.content()))
-        if self.plan and mine != self.plan:
-            difference = differences({0: self.plan, rank: mine})
-            raise OffloadError(
-                f"rank {rank} has a different plan from rank 0 ({difference})",
-                "give every rank the same configuration and arguments",
-                "resolved plan",
-            )
+    Args:
+        text: The text that ``share`` returned.
+    """
+    if text.startswith(_FAILURE_PREFIX):
+        raise OffloadError(
+            f"rank 0 could not create the swap folder: {text.removeprefix(_FAILURE_PREFIX)}"
+        )
+    if not is_run_id(text):
+        raise OffloadError(
+            "is not a run id; share must return the string that rank 0 passed",
+            "set share= to a collective that broadcasts rank 0's string to all ranks",
+            "OffloadManager.share",
+            text,
+        )
+    return text
 
 
 def local_ranks(resolved: ResolvedPlan, environ: Mapping[str, str] | None = None) -> int:
@@ -282,7 +245,7 @@ class OffloadManager:
                 deleted.
         """
         check_ranks(resolved, rank, world_size)
-        resolved, fitted = fit_host_memory(resolved, ranks=local_ranks(resolved))
+        fitted = check_host_memory(resolved, ranks=local_ranks(resolved))
         devices: dict[Target, str] = {
             "param": resolved.offload_param,
             "optimizer": resolved.offload_optimizer,
@@ -318,43 +281,34 @@ class OffloadManager:
         self, resolved: ResolvedPlan, targets: tuple[Target, ...], rank: int, share: Share | None
     ) -> tuple[Lease, _Directories]:
         if rank != 0:
-            invitation = Invitation.from_given_path(need_share(share)(""))
-            invitation.check_plan(resolved, rank=rank)
-            return self._claim(resolved, self._roots(resolved, targets), invitation, rank)
+            run_id = received(need_share(share)(""))
+            return self._claim(resolved, self._roots(resolved, targets), run_id, rank)
+        run_id = new_run_id()
         if resolved.world_size == 1:
-            return self._begin(resolved, targets)[1]
+            return self._claim(resolved, self._roots(resolved, targets), run_id, rank)
         share = need_share(share)
         try:
-            invitation, opened = self._begin(resolved, targets)
+            opened = self._claim(resolved, self._roots(resolved, targets), run_id, rank)
         except BaseException as error:
             # The other ranks wait for the run id; let them fail too instead of hanging.
             share(f"{_FAILURE_PREFIX}{error}")
             raise
         try:
-            share(invitation.to_given_path())
+            share(run_id)
         except BaseException:
             abandon(opened[1])
             raise
         return opened
 
-    def _begin(
-        self, resolved: ResolvedPlan, targets: tuple[Target, ...]
-    ) -> tuple[Invitation, tuple[Lease, _Directories]]:
-        """Lease as rank 0."""
-        invitation = Invitation(run_id=new_run_id(), plan=resolved.content())
-        roots = self._roots(resolved, targets)
-        return invitation, self._claim(resolved, roots, invitation, 0)
-
     def _claim(
         self,
         resolved: ResolvedPlan,
         roots: Mapping[Target, SwapRoot],
-        invitation: Invitation,
+        run_id: str,
         rank: int,
     ) -> tuple[Lease, _Directories]:
         require_locks()
         needs = swap_needs(resolved)
-        run_id = invitation.run_id
         record = LeaseRecord.for_this_process(
             run_id=run_id, rank=rank, world_size=resolved.world_size, plan_digest=resolved.digest()
         )

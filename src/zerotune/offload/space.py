@@ -17,8 +17,6 @@ from zerotune.offload.root import SwapRoot, Target
 from zerotune.plan.memory.items import PHASES, Workload
 from zerotune.plan.memory.swap_files import SwapCounter, SwapFiles
 from zerotune.plan.resolve.sizes import SMALLEST_SWAP_BYTES
-from zerotune.plan.section import evolved
-from zerotune.plan.values import AUTO
 
 if TYPE_CHECKING:
     from zerotune.plan.plan import ResolvedPlan
@@ -216,8 +214,6 @@ def tell_shortage(root: Path, *, free: int, own: int, others: int) -> str | None
 KEY: Final = "offload.host_memory"
 BACKEND_VARIABLE: Final = "DS_PIN_MEMORY_BACKEND"
 
-_PINNED_SECTIONS: Final = ("offload_optimizer", "offload_param")
-
 
 @attrs.frozen(kw_only=True)
 class HostBudget:
@@ -260,22 +256,6 @@ class HostBudget:
             f"in use; {format_size(self.available)} available"
         )
 
-    def _pinning_given_up(self, after: HostBudget, resolved: ResolvedPlan) -> tuple[Decision, ...]:
-        zero = resolved.plan.zero_optimization
-        return tuple(
-            Decision(
-                f"zero_optimization.{name}.pin_memory",
-                True,
-                False,
-                "with page-locked buffers the plan needs more host memory than is available "
-                f"({self}); without page-locking it needs {format_size(after.per_rank)}, but "
-                "copies to the device are slower",
-                "warning",
-            )
-            for name in _PINNED_SECTIONS
-            if getattr(getattr(zero, name), "pin_memory", None) is True
-        )
-
 
 def host_budget(
     resolved: ResolvedPlan,
@@ -315,28 +295,22 @@ def host_budget(
     )
 
 
-def fit_host_memory(
+def check_host_memory(
     resolved: ResolvedPlan, *, ranks: int, held: int | None = None
-) -> tuple[ResolvedPlan, tuple[Decision, ...]]:
-    """Check that a plan fits in host memory, and disable pinning if that makes the plan fit.
-
-    Pinning is disabled only if the user did not set ``pin_memory`` and the run has one rank,
-    because several ranks could decide differently.
+) -> tuple[Decision, ...]:
+    """Check that a plan fits in host memory.
 
     Args:
         resolved: The plan.
         ranks: Number of ranks on this machine.
         held: Bytes that one rank already uses; by default this process's resident memory.
 
-    Returns:
-        The plan, possibly without pinning, and decisions.
-
     Raises:
         OffloadError: The plan needs more host memory, or more locked memory, than is available.
     """
     if resolved.model is None:
         why = "the plan was resolved without a model, so the required host memory is unknown"
-        return resolved, (Decision(KEY, None, None, why),)
+        return (Decision(KEY, None, None, why),)
     budget = host_budget(resolved, ranks=ranks, held=held)
     if not budget.lock_fits:
         raise OffloadError(
@@ -346,31 +320,12 @@ def fit_host_memory(
             KEY,
             budget.locked,
         )
-    if budget.fits:
-        needed = format_size(budget.needed)
-        return resolved, (Decision(KEY, None, needed, str(budget)),)
-    unpinned = _unpinned(resolved)
-    if resolved.world_size == 1 and unpinned != resolved:
-        fitting = host_budget(unpinned, ranks=ranks, held=held)
-        if fitting.fits:
-            return unpinned, budget._pinning_given_up(fitting, resolved)
-    raise OffloadError(
-        f"the plan needs more host memory than is available: {budget}",
-        f"set pin_memory to false or {BACKEND_VARIABLE}=native, offload to NVMe at stage 3, or "
-        "find a plan that fits with DeepSpeedPlan.advise",
-        KEY,
-        budget.needed,
-    )
-
-
-def _unpinned(resolved: ResolvedPlan) -> ResolvedPlan:
-    zero, written = resolved.plan.zero_optimization, resolved.requested.zero_optimization
-    if zero is None:
-        return resolved
-    for name in _PINNED_SECTIONS:
-        section = getattr(zero, name)
-        asked = getattr(getattr(written, name, None), "pin_memory", None)
-        if section is not None and section.pin_memory is True and asked in (None, AUTO):
-            zero = evolved(zero, **{name: evolved(section, pin_memory=False)})
-    plan = attrs.evolve(resolved.plan, zero_optimization=zero)
-    return attrs.evolve(resolved, plan=plan)
+    if not budget.fits:
+        raise OffloadError(
+            f"the plan needs more host memory than is available: {budget}",
+            f"set pin_memory to false or {BACKEND_VARIABLE}=native, offload to NVMe at stage 3, or "
+            "find a plan that fits with DeepSpeedPlan.advise",
+            KEY,
+            budget.needed,
+        )
+    return (Decision(KEY, None, format_size(budget.needed), str(budget)),)

@@ -27,7 +27,7 @@ from zerotune.diffusion.pretrained import Pretrained
 from zerotune.errors import EngineError
 from zerotune.offload import OffloadManager
 from zerotune.offload.manager import local_ranks
-from zerotune.offload.space import fit_host_memory
+from zerotune.offload.space import check_host_memory
 from zerotune.optim import OptimizerResolver
 from zerotune.plan.context import DeviceUpdate, EngineName, RunFacts, Streaming, UpdateName
 from zerotune.plan.facts import ModelFacts
@@ -321,7 +321,7 @@ def _without_host(plan: ResolvedPlan, obstacle: str) -> ResolvedPlan:
 
 def _checked_again(plan: ResolvedPlan) -> ResolvedPlan:
     """Check host memory for DeepSpeed, which needs more than the host engine that was checked."""
-    plan, found = fit_host_memory(plan, ranks=local_ranks(plan))
+    found = check_host_memory(plan, ranks=local_ranks(plan))
     announce(found)
     keys = {each.key for each in found}
     former = (each for each in plan.decisions if each.key not in keys)
