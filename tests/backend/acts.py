@@ -733,8 +733,8 @@ def _(engine, model, context):
 
 def inner_of(engine: Any) -> torch.optim.Optimizer:
     """Return the innermost optimizer, of the host engine or of its oracle."""
-    if hasattr(engine, "_adam"):
-        return engine._adam
+    if hasattr(engine, "optimizer"):
+        return engine.optimizer
     wrapper = engine.deepspeed_engine.optimizer
     return getattr(wrapper, "optimizer", wrapper)
 
@@ -779,7 +779,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 def _change(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Do:
     def in_all_groups(engine: Any, model: Any, context: Any) -> None:
-        groups = getattr(engine, "_adam", None) or engine.deepspeed_engine.optimizer
+        groups = getattr(engine, "optimizer", None) or engine.deepspeed_engine.optimizer
         for group in groups.param_groups:
             group.update(change(group))
 

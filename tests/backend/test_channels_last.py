@@ -127,7 +127,7 @@ def test_weights_may_move_to_channels_last_and_back(optimizer: str) -> None:
     engine = begin(optimizer=optimizer, last=False, weight_decay=0.01)
     reference = net(last=False)
     ordinary = torch.optim.AdamW(reference.parameters(), lr=2e-3, foreach=False)
-    own = type(engine._torch_optimizer)
+    own = type(engine.optimizer)
     if own is not torch.optim.AdamW:
         ordinary = own(reference.parameters(), lr=2e-3)
     formats = [torch.contiguous_format, torch.channels_last]

@@ -53,8 +53,7 @@ def train(engine: Any, steps: int = 6) -> tuple[list[float], dict[str, list[floa
         loss = (engine(x) - x).pow(2).mean()
         engine.backward(loss)
         inner = engine.deepspeed_engine.optimizer if hasattr(engine, "deepspeed_engine") else None
-        ours = engine._adam if hasattr(engine, "_adam") else None
-        held = inner or ours or engine._torch_optimizer
+        held = inner or engine.optimizer
         for group in held.param_groups:
             rates.setdefault(group["name"], []).append(float(group["lr"]))
         engine.step()

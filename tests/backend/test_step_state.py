@@ -403,7 +403,7 @@ def test_a_step_that_failed_after_weights_had_moved_cannot_be_discarded(kind):
     with start(kind) as engine:
         engine.backward(loss_of(engine))
         patched = engine._wrapper.inner if kind.startswith("z") else None
-        patched = patched or getattr(engine, "_steps", None) or engine._torch_optimizer
+        patched = patched or getattr(engine, "_steps", None) or engine.optimizer
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(patched, "step", fail)
             with pytest.raises(Oops):

@@ -63,7 +63,7 @@ def looking(save: Any, seen: dict[str, Any]) -> Any:
         deepspeed = getattr(engine, "deepspeed_engine", None)
         seen["ema_error"], seen["ema_steps"] = shadows["ema"].error(), shadows["ema"].steps
         seen["lr"], seen["steps"] = engine.lr, engine.state.global_step
-        optimizer = engine._adam if deepspeed is None else deepspeed.basic_optimizer
+        optimizer = engine.optimizer if deepspeed is None else deepspeed.basic_optimizer
         seen["optimizer"] = type(optimizer).__name__
         seen["partitioned"] = all(p.numel() == 0 for p in engine.module.parameters())
         seen["swap"] = {part: Path(at).is_dir() for part, at in engine.plan.nvme_paths.items()}

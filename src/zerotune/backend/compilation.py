@@ -11,9 +11,6 @@ parameters.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import os
-import shutil
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
@@ -21,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 import torch
 
-from zerotune.backend.deepspeed.sharded import named_leaf_modules
+from zerotune.backend.deepspeed.leaf_modules import named_leaf_modules
 from zerotune.backend.host.units import find_units
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError, InvalidValueError, VerificationError
@@ -115,23 +112,6 @@ class Compilation:
             self,
         )
 
-    def _check_toolchain(self, plan: ResolvedPlan) -> None:
-        reason = None
-        dynamo: Any = torch._dynamo
-        if not dynamo.is_dynamo_supported():
-            reason = "torch cannot compile on this Python version or operating system"
-            fix = "use a supported version"
-        elif self.backend == "inductor" and plan.platform.accelerator == "cpu":
-            compiler = os.environ.get("CXX", "g++")
-            if shutil.which(compiler) is None and shutil.which("clang++") is None:
-                reason = f"inductor needs a C++ compiler on a CPU, but {compiler} is missing"
-                fix = "install a C++ compiler (apt install g++)"
-        elif self.backend == "inductor" and importlib.util.find_spec("triton") is None:
-            reason = "inductor needs triton, which is not installed"
-            fix = "pip install triton"
-        if reason is not None:
-            raise EngineError(reason, f"{fix}, or use compile=False", KEY, self)
-
 
 class Compiled:
     """A model whose forward passes are compiled until ``undo`` is called.
@@ -143,7 +123,6 @@ class Compiled:
     """
 
     def __init__(self, wanted: Compilation, *, model: torch.nn.Module, plan: ResolvedPlan) -> None:
-        wanted._check_toolchain(plan)
         self._wanted = wanted
         self._regions, chosen = wanted._regions(model, plan)
         self._gathered = plan.stage == 3

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import attrs
+from typing_extensions import override
 
 from zerotune._util.closing import Closing
 from zerotune._util.modules import ModelParts
@@ -478,6 +479,41 @@ class CountingEngine(StartedEngine):
     """A started engine that counts its own steps."""
 
     _global_step = _micro_step = _skipped_steps = 0
+    _device: torch.device
+    _optimizer: Any
+    _scheduler: Any
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of the master weights, whose groups hold the learning rates."""
+        optimizer: torch.optim.Optimizer = self._optimizer
+        return optimizer
+
+    @property
+    @override
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    @override
+    def lr(self) -> float:
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    @property
+    @override
+    def state(self) -> EngineState:
+        return EngineState(
+            global_step=self._global_step,
+            micro_step=self._micro_step,
+            skipped_steps=self._skipped_steps,
+            scheduler={} if self._scheduler is None else dict(self._scheduler.state_dict()),
+            loss_scaler=self._scaler_state,
+        )
+
+    @property
+    @abstractmethod
+    def _scaler_state(self) -> dict[str, Any]:
+        """State of the loss scale, without what the plan sets; empty if there is none."""
 
     @property
     def _at_boundary(self) -> bool:

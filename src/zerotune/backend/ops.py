@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import attrs
-from packaging.version import Version
 
 from zerotune._util.text import did_you_mean
 from zerotune.backend.op_builds import (
@@ -129,28 +128,6 @@ def _builds_for_cuda(builder: Any) -> bool:
     return isinstance(builder, base) and accelerator_of(torch.device(CUDA)).is_nvidia
 
 
-def doubt(builder: Any, toolchain: Toolchain) -> Diagnosis | None:
-    """Return a diagnosis if nvcc's and torch's major CUDA versions differ; builds may then fail.
-
-    Args:
-        builder: DeepSpeed's builder for the op.
-        toolchain: Compilers and libraries of the machine.
-    """
-    found = None if toolchain.nvcc is None else toolchain.nvcc.version
-    if found is None or not _builds_for_cuda(builder):
-        return None
-    import torch
-
-    wanted = str(torch.version.cuda)
-    if Version(found).major == Version(wanted).major:
-        return None
-    return Diagnosis(
-        cause=f"nvcc belongs to CUDA {found}, but torch was built for CUDA {wanted}: "
-        "compiling may fail",
-        fix=_install_cuda(),
-    )
-
-
 def _install_cuda() -> str:
     import torch
 
@@ -174,7 +151,7 @@ class OpStatus:
     compiling it. ``"blocked"``: this machine lacks a requirement, such as a compiler. ``"absent"``:
     DeepSpeed has no implementation for this accelerator."""
     cause: str | None = None
-    """Why the op is stale, locked, blocked or absent, or why building it may fail."""
+    """Why the op is stale, locked, blocked or absent."""
     fix: str | None = None
     """How to make the op usable."""
     path: str | None = None
@@ -366,4 +343,4 @@ def _jit_state(
     if stale is not None:
         fix = f"if several environments share {FOLDER}, unset it: each then has its own folder"
         return "stale", Diagnosis(cause=stale, fix=None if folder_decisions() else fix)
-    return "buildable", doubt(builder, toolchain)
+    return "buildable", None

@@ -121,23 +121,18 @@ class PlainEngine(Autocasting, CountingEngine):
         if plan.precision == "fp16":
             self._scaler = torch.amp.GradScaler(self._device.type)
         self._parameters = [parameter for _, parameter in named]
-        self._torch_optimizer = build_client_optimizer(choice, named)
-        is_any_order_right = isinstance(self._torch_optimizer, _ELEMENT_BY_ELEMENT)
+        self._optimizer = build_client_optimizer(choice, named)
+        is_any_order_right = isinstance(self._optimizer, _ELEMENT_BY_ELEMENT)
         check = partial(_check_contiguous, named)
         self._lay_out: Callable[[Any], None] = _lay_alike if is_any_order_right else check
-        self._lay_out(self._torch_optimizer)
-        self._expected_groups = expected_groups(choice, named, self._torch_optimizer)
-        layout = ParameterLayout(module=model, optimizer=self._torch_optimizer)
+        self._lay_out(self._optimizer)
+        self._expected_groups = expected_groups(choice, named, self._optimizer)
+        layout = ParameterLayout(module=model, optimizer=self._optimizer)
         schedule = curve(plan)
-        self._scheduler = None if schedule is None else schedule(self._torch_optimizer)
+        self._scheduler = None if schedule is None else schedule(self._optimizer)
         self._master_weights = MasterWeights(layout=layout, group=self._group, device=self.device)
         self._checks().raise_if_failed(engine="torch")
         announce(self.decisions, rank=self._group.rank)
-
-    @property
-    @override
-    def device(self) -> torch.device:
-        return self._device
 
     @property
     @override
@@ -146,19 +141,8 @@ class PlainEngine(Autocasting, CountingEngine):
 
     @property
     @override
-    def lr(self) -> float:
-        return float(self._torch_optimizer.param_groups[0]["lr"])
-
-    @property
-    @override
-    def state(self) -> EngineState:
-        return EngineState(
-            global_step=self._global_step,
-            micro_step=self._micro_step,
-            skipped_steps=self._skipped_steps,
-            scheduler={} if self._scheduler is None else self._scheduler.state_dict(),
-            loss_scaler={} if self._scaler is None else dict(self._scaler.state_dict()),
-        )
+    def _scaler_state(self) -> dict[str, Any]:
+        return {} if self._scaler is None else dict(self._scaler.state_dict())
 
     @override
     def _load_state(self, state: EngineState) -> None:
@@ -193,7 +177,7 @@ class PlainEngine(Autocasting, CountingEngine):
             self._check_all_came()
         if self._at_boundary and self._scaler is not None:
             # Here, so that other code can clip the gradients or read their norm before the step.
-            self._scaler.unscale_(self._torch_optimizer)
+            self._scaler.unscale_(self._optimizer)
 
     def _check_all_came(self) -> None:
         """Check that this rank has a gradient of every weight, without which DDP averages none."""
@@ -239,15 +223,15 @@ class PlainEngine(Autocasting, CountingEngine):
         if math.isfinite(norm):
             if limit > 0:
                 torch.nn.utils.clip_grads_with_norm_(self._parameters, limit, total)
-            self._lay_out(self._torch_optimizer)
+            self._lay_out(self._optimizer)
             with self._step_state.updating():
-                self._torch_optimizer.step()
+                self._optimizer.step()
         if self._scaler is not None:
             self._scaler.update()
         return norm
 
     def _zero_grad(self) -> None:
-        self._torch_optimizer.zero_grad()
+        self._optimizer.zero_grad()
 
     def _drop_gradients(self) -> None:
         """Drop gradients, scaled or not, without a change of the scale."""
@@ -261,7 +245,7 @@ class PlainEngine(Autocasting, CountingEngine):
         choice, checks = chosen_optimizer(self._plan), Checks()
         checks.optimizer(
             choice,
-            self._torch_optimizer,
+            self._optimizer,
             scheduler=self._plan.scheduler,
             steps_taken=self._global_step - self._skipped_steps,
             groups=self._expected_groups,

@@ -92,9 +92,13 @@ class CleanupReport:
 
 
 def _cleanup_decision(one: Leftover, what: str, *, gone: bool) -> Decision:
-    path, severity = str(one.path), "note" if gone else "warning"
+    path = str(one.path)
     return Decision(
-        "offload.stale_swap", path, None if gone else path, f"{what}: {one.reason}", severity
+        "offload.stale_swap",
+        path,
+        None if gone else path,
+        f"{what}: {one.reason}",
+        "note" if gone else "warning",
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from tests.support.models import HostileNet
 from tests.support.ranks import ranks, run_ranks
 from tests.support.runs import Case, start
-from zerotune.backend.deepspeed import sharded
+from zerotune.backend.deepspeed import given_back
 from zerotune.errors import EngineError
 from zerotune.platform import Platform
 
@@ -173,9 +173,9 @@ def test_weights_on_nvme_return_to_the_module_only_if_they_fit_in_memory(
         parameter.ds_numel = parameter.numel()
         parameter.ds_tensor = SimpleNamespace(status=SimpleNamespace(name="NOT_AVAILABLE"))
     small = Platform.synthetic("cpu", ram=2**20)
-    monkeypatch.setattr(sharded, "detect_platform", lambda: small)
+    monkeypatch.setattr(given_back, "detect_platform", lambda: small)
     optimizer = SimpleNamespace(grad_partitions_flat_buffer=None)
-    with sharded.restored(model, optimizer, world_size=1):
+    with given_back.restored(model, optimizer, world_size=1):
         pass
     with pytest.raises(EngineError, match=r"on NVMe \(3\.\d+ MiB\) do not fit.*trainer\.export"):
         model(torch.ones(1, 1000))

@@ -9,8 +9,8 @@ import pytest
 from tests.diffusion.test_activations import flux, inputs, text_unet
 from tests.support.ranks import ranks
 from tests.support.runs import Case, start
-from zerotune.backend.deepspeed.sharded import LEAF_KEY as KEY
-from zerotune.backend.deepspeed.sharded import leaf_modules
+from zerotune.backend.deepspeed.leaf_modules import LEAF_KEY as KEY
+from zerotune.backend.deepspeed.leaf_modules import leaf_modules
 from zerotune.errors import EngineError
 
 OFF = ("leaf_module", {"classes": []})

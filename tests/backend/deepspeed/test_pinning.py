@@ -75,15 +75,6 @@ def test_a_plan_that_pins_nothing_changes_no_allocator_setting(
     assert len(settings) == 1
 
 
-def test_a_torch_that_rounds_despite_the_setting_is_detected(
-    settings: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(start, "_pinned_bytes_of", lambda _nbytes: 4 * 2**20)
-    (decision,) = start.pin_exactly(resolved(), environ={})
-    assert (decision.after, decision.severity) == (None, "warning")
-    assert "DS_PIN_MEMORY_BACKEND=native" in decision.reason
-
-
 def test_a_torch_without_the_setting_gets_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings", raising=False)
     (decision,) = start.pin_exactly(resolved(), environ={})

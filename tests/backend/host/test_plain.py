@@ -79,7 +79,7 @@ def test_results_are_bit_identical_to_torchs_fused_adam(
     }
     with begin("none", **case) as engine:
         assert type(engine) is PlainEngine
-        for group in engine._torch_optimizer.param_groups:
+        for group in engine.optimizer.param_groups:
             group["fused"] = True
         norms, expected = train(engine), weights(engine)
     with begin(**case) as engine:

@@ -26,14 +26,14 @@ from zerotune.backend.checks import (
     expected_groups,
     share_buffers,
 )
-from zerotune.backend.deepspeed.order import UseOrder
-from zerotune.backend.deepspeed.sharded import (
+from zerotune.backend.deepspeed.given_back import restored
+from zerotune.backend.deepspeed.leaf_modules import (
     doubtful_leaf_modules,
     leaf_modules,
     named_leaf_modules,
-    refuse_empty_tensors,
-    restored,
 )
+from zerotune.backend.deepspeed.order import UseOrder
+from zerotune.backend.deepspeed.sharded import refuse_empty_tensors
 from zerotune.backend.deepspeed.start import (
     initialize,
     initialize_arguments,
@@ -178,10 +178,8 @@ class ZeROEngine(Engine):
         self._wrapper.begin_backward()
         try:
             self._raw_backward(loss)
-        except (AssertionError, RuntimeError) as error:
-            is_refused = isinstance(error, AssertionError)
-            clear = self._wrapper.refused() if is_refused else self._strided()
-            if clear is not None:
+        except RuntimeError as error:
+            if (clear := self._strided()) is not None:
                 raise clear from error
             raise
         if not self._step_state.came_before:
@@ -241,7 +239,6 @@ class ZeROEngine(Engine):
 
     def _check_homes(self) -> None:
         """At stage 3, check that DeepSpeed gathers every weight for the module that holds it."""
-        self._parts.refresh()
         if self._plan.stage < 3 or self._housed is self._parts.parameters:
             return
         for name, module, parameter in self._weights():
@@ -262,6 +259,7 @@ class ZeROEngine(Engine):
 
     @override
     def _check_before_backward(self) -> None:
+        self._parts.refresh()
         self._check_layout()
 
     def _check_layout(self) -> None:
@@ -341,6 +339,7 @@ class ZeROEngine(Engine):
     @override
     def _check_before_step(self, step: int) -> None:
         trained, moved = self._trained, set[str]()
+        self._parts.refresh()
         self._check_layout()
         if not self._wrapper.leaves_frozen and any(
             not each.requires_grad and id(each) in trained for each in self._parts.parameters

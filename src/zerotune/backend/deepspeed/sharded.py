@@ -1,16 +1,12 @@
 """Stage 3: parameters are partitioned over all ranks; weights and states may be on NVMe.
 
 DeepSpeed moves a whole model to the device before partitioning. ``shard_from_host`` instead uses
-``zero.Init``, so that at most one whole parameter is on the device. When DeepSpeed's engine ends,
-it leaves the module with empty weights, and with hooks that use a destroyed process group. A single
-rank has all weights and restores them without copies. Several ranks would have to gather them,
-which is impossible if the engine closes because a rank has failed.
+``zero.Init``, so that at most one whole parameter is on the device.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, cast
@@ -18,9 +14,9 @@ from typing import Any, Final, cast
 import torch
 from typing_extensions import override
 
-from zerotune._util.text import format_size
 from zerotune.backend.accelerator import accelerator_of
 from zerotune.backend.checks import DTYPES
+from zerotune.backend.deepspeed.leaf_modules import LEAF_KEY
 from zerotune.backend.deepspeed.mends import HOOKS, align_swapped_gradients, changed, zero_unused
 from zerotune.backend.deepspeed.order import UseOrder
 from zerotune.backend.deepspeed.releasing import (
@@ -33,7 +29,6 @@ from zerotune.backend.deepspeed.wrapper import (
     Upstream,
     clear,
 )
-from zerotune.backend.engine import GONE, gone
 from zerotune.backend.fragments import FragmentAddress, OptimizerStates, Slab
 from zerotune.backend.master_weights import MasterLayout, check_master, full_shape
 from zerotune.backend.stored import make_room, stored_weight, waiting
@@ -41,46 +36,12 @@ from zerotune.decisions import Decision
 from zerotune.errors import EngineError
 from zerotune.plan.plan import ResolvedPlan
 from zerotune.plan.resolve.sizes import LEAF_CLASSES
-from zerotune.plan.resolved import LEAF_MODULE
-from zerotune.platform import detect_platform
 
 _STAGE_3: Final = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
 _REDUCE: Final = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
-LEAF_KEY: Final = f"zero_optimization.{LEAF_MODULE}"
 GATHERED_KEY: Final = "zero_optimization.gathered_weights"
 _WRITTEN_BEHIND: Final = "async_swap_out"
 """Key of DeepSpeed's pipelined swapper for a sub-group that is still being written."""
-_OF_PARAMETERS: Final = frozenset(
-    {
-        "_z3_optimizer",
-        "aligned_size",
-        "all_gather",
-        "all_gather_coalesced",
-        "convert_to_zero_parameters",
-        "is_external_param",
-        "item",
-        "nvme_swapper",
-        "padding_size",
-        "partition",
-        "partition_gradients",
-        "partition_numel",
-        "reduce_gradients_at_owner",
-    }
-)
-_OF_MODULES: Final = frozenset(
-    {
-        "_external_params",
-        "_original_parameters",
-        "_z3_leaf",
-        "all_parameters",
-        "applied_pre_backward_ref_cnt",
-        "post_bwd_fn",
-        "pre_bwd_fn",
-    }
-)
-"""Attributes that stage 3 of DeepSpeed 0.19.8 adds, besides names that begin with ``ds_``."""
-_SHARE: Final = 0.9
-"""Largest fraction of free host memory for weights restored from NVMe."""
 
 
 class ShardedLayout(MasterLayout):
@@ -392,20 +353,6 @@ class ShardedWrapper(OptimizerWrapper):
         )
 
     @override
-    def refused(self) -> EngineError | None:
-        leaves = self.raw.leaf_parameters
-        if not leaves:
-            return None
-        return EngineError(
-            "DeepSpeed cannot reduce the gradients of a leaf module that is called several times "
-            "before one backward pass",
-            "remove the classes of modules that are called more than once (an empty list "
-            "disables leaf modules), or call the model once with both batches concatenated",
-            f"{LEAF_KEY}.classes",
-            sorted({type(leaf).__name__ for leaf in leaves}),
-        )
-
-    @override
     def improve(self) -> tuple[Decision, ...]:
         """Apply the schedule to the part of the optimizer that is not offloaded.
 
@@ -446,57 +393,6 @@ def _count_as_torch(adam: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> No
                 state["step"] = torch.as_tensor(float(state["step"]), device=device)
 
 
-def leaf_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the modules that DeepSpeed has marked as leaf modules."""
-    return [module for module in model.modules() if getattr(module, "_z3_leaf", False) is True]
-
-
-def named_leaf_modules(plan: ResolvedPlan, model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the modules of the leaf classes that the plan names.
-
-    Args:
-        plan: The resolved plan.
-        model: The model.
-    """
-    classes = _leaf_classes(plan)
-    return [
-        module
-        for module in model.modules()
-        if type(module).__name__ in classes
-        or f"{type(module).__module__}.{type(module).__qualname__}" in classes
-    ]
-
-
-def doubtful_leaf_modules(plan: ResolvedPlan, model: torch.nn.Module) -> tuple[Decision, ...]:
-    """Return warnings about leaf modules that do not exist or cannot be trained.
-
-    If a leaf module is called with keyword arguments, DeepSpeed releases the module's weights
-    before the backward pass needs them.
-
-    Args:
-        plan: The resolved plan.
-        model: The model.
-    """
-    named, classes = (
-        _leaf_classes(plan),
-        {type(m).__name__ for m in named_leaf_modules(plan, model)},
-    )
-    value, why = named, "the model has no modules of these classes"
-    if classes:
-        value = sorted(classes - LEAF_CLASSES)
-        why = "DeepSpeed cannot train leaf modules that are called with keyword arguments"
-    if not value:
-        return ()
-    return (Decision(LEAF_KEY, value, value, why, "warning"),)
-
-
-def _leaf_classes(plan: ResolvedPlan) -> list[str]:
-    zero = plan.plan.zero_optimization
-    written: Any = None if zero is None else zero.extra.get(LEAF_MODULE)
-    classes = written.get("classes", ()) if isinstance(written, dict) else ()
-    return [classes] if isinstance(classes, str) else [str(name) for name in classes]
-
-
 def refuse_empty_tensors(engine: Any) -> list[Any]:
     """Make ``state_dict`` of partitioned modules raise, except in DeepSpeed's checkpoints.
 
@@ -535,102 +431,6 @@ def refuse_empty_tensors(engine: Any) -> list[Any]:
 
     engine.module_state_dict = module_state_dict
     return [module.register_state_dict_post_hook(check) for module in engine.module.modules()]
-
-
-@contextmanager
-def restored(module: torch.nn.Module, optimizer: Any, *, world_size: int) -> Iterator[None]:
-    """When DeepSpeed's engine ends inside the block, restore the module's weights.
-
-    If the weights cannot be restored, every use of the module raises an error with the reason.
-
-    Args:
-        module: The module that the engine trains.
-        optimizer: DeepSpeed's stage-3 optimizer. It loses its gradients, since weights that are
-            read from NVMe need their memory.
-        world_size: Number of ranks.
-    """
-    _free_gradients(optimizer)
-    reason: str | None = f"the model's weights were partitioned over {world_size} ranks"
-    if world_size == 1:
-        reason = _too_large(module)
-    weights = {} if reason is not None else dict(_whole_weights(module))
-    yield
-    _forget(module)
-    if reason is not None:
-
-        def refuse(asked: torch.nn.Module, *_: Any) -> None:
-            raise gone(asked, reason)
-
-        vars(module)[GONE] = reason
-        module.register_forward_pre_hook(refuse, prepend=True)
-        module.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
-        return
-    for each in module.modules():
-        each._parameters = dict(each._parameters.items())
-        _strip(each, _OF_MODULES)
-    for parameter, whole in weights.items():
-        _strip(parameter, _OF_PARAMETERS)
-        parameter.data = whole
-        parameter.grad = None
-
-
-def _forget(module: torch.nn.Module) -> None:
-    """Remove a model from the list that DeepSpeed keeps, and reads for the next engine's model."""
-    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
-
-    ended = set(module.modules())
-    FWD_MODULE_STACK[:] = [each for each in FWD_MODULE_STACK if each not in ended]
-
-
-def _free_gradients(optimizer: Any) -> None:
-    from deepspeed.accelerator import get_accelerator
-
-    buffer = optimizer.grad_partitions_flat_buffer
-    if buffer is not None:
-        # Frees only what DeepSpeed has page-locked itself.
-        get_accelerator().unpin_memory(buffer)
-        optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition.clear()
-        optimizer.grad_partitions_flat_buffer = None
-
-
-def _too_large(module: torch.nn.Module) -> str | None:
-    """Why weights on NVMe cannot be restored to host memory; ``None`` if they can."""
-    swapped = sum(
-        held.ds_numel * held.element_size()
-        for held in cast("Iterator[Any]", module.parameters())
-        if hasattr(held, "ds_tensor") and not _in_memory(held)
-    )
-    if swapped == 0 or swapped <= _SHARE * (free := detect_platform().host_memory.available):
-        return None
-    return (
-        f"the model's weights on NVMe ({format_size(swapped)}) do not fit in host memory "
-        f"({format_size(free)} free)"
-    )
-
-
-def _in_memory(held: Any) -> bool:
-    return bool(held.ds_tensor.status.name == "AVAILABLE")
-
-
-def _whole_weights(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-    # Memory that DeepSpeed page-locks itself is freed with its engine.
-    borrowed = os.environ.get("DS_PIN_MEMORY_BACKEND") == "native"
-    for parameter in module.parameters():
-        held: Any = parameter
-        if not hasattr(held, "ds_tensor"):
-            continue
-        if _in_memory(held):
-            flat = held.ds_tensor.data.narrow(0, 0, held.ds_numel)
-            yield parameter, (flat.clone() if borrowed else flat).view(held.ds_shape)
-            continue
-        held.all_gather()  # The parameter is on NVMe.
-        yield parameter, parameter.data.detach().to("cpu", copy=True)
-        held.partition()
-
-
-def _strip(owner: torch.nn.Module | torch.nn.Parameter, names: frozenset[str]) -> None:
-    for name in [name for name in vars(owner) if name in names or name.startswith("ds_")]:
-        del vars(owner)[name]
 
 
 def shard_from_host(

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 
 from zerotune._util.proc import held
-from zerotune.backend.accelerator import accelerator_of, current_accelerator
+from zerotune.backend.accelerator import accelerator_of
 from zerotune.backend.checks import DTYPES, check_alike, check_model_dtype
 from zerotune.backend.deepspeed.mends import lending_linear
 from zerotune.backend.deepspeed.partitioned import PartitionedWrapper
@@ -383,8 +383,6 @@ def initialize(
 PINNING_KEY: Final = f"torch.{SETTING}"
 _BACKEND: Final = "DS_PIN_MEMORY_BACKEND"
 _VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-_PROBE: Final = 3 * 1024**2
-"""Size in bytes; torch would round it up to 4 MiB, the next power of two."""
 _lock = threading.Lock()
 
 
@@ -413,7 +411,7 @@ def pin_exactly(
         written = _setting_in(environ.get(variable, ""))
         if written is not None:
             return (_pinned(written, f"set in {variable}"),)
-    why = _set_and_verify()
+    why = _set_exact()
     if why is None:
         reason = "by default torch rounds page-locked blocks up to powers of two, which wastes "
         reason += "memory; blocks above this size are no longer rounded"
@@ -435,8 +433,8 @@ def _setting_in(settings: str) -> str | None:
     return next((value.strip() for name, _, value in pairs if name.strip() == SETTING), None)
 
 
-def _set_and_verify() -> str | None:
-    """Change torch's setting; return why torch still rounds, or ``None`` if it does not."""
+def _set_exact() -> str | None:
+    """Change torch's setting; return why that is impossible, or ``None`` if it is done."""
     private: Any = torch._C
     read = getattr(private, "_accelerator_getAllocatorSettings", None)
     write = getattr(private, "_accelerator_setAllocatorSettings", None)
@@ -450,23 +448,7 @@ def _set_and_verify() -> str | None:
                 write(",".join(filter(None, (current, f"{SETTING}:{THRESHOLD}"))))
             except (RuntimeError, ValueError) as error:
                 return f"torch refused the setting for exact sizes: {str(error).splitlines()[0]}"
-    taken = _pinned_bytes_of(_PROBE)
-    if taken is not None and taken >= 4 * 1024**2:
-        return "torch accepted the setting for exact sizes, but still rounds sizes up"
     return None
-
-
-def _pinned_bytes_of(nbytes: int) -> int | None:
-    """Bytes used by page-locking ``nbytes``; ``None`` if torch does not report them."""
-    accelerator = current_accelerator()
-    before = accelerator.page_locked("allocated")
-    if before is None:
-        return None
-    # If torch reused a cached block of this size, this would count as no allocation.
-    block = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    after = accelerator.page_locked("allocated")
-    del block
-    return None if after is None else after - before
 
 
 def _pinned(value: Any, reason: str) -> Decision:

@@ -6,11 +6,11 @@ memory. Weights stay on the device, or are there only while they are used (strea
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, ClassVar, Final
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -28,7 +28,7 @@ from zerotune.backend.checks import (
     share_buffers,
 )
 from zerotune.backend.deepspeed.engine import SCALER_FIELDS, replay_adam_steps
-from zerotune.backend.deepspeed.start import compiling, join_checked, pin_exactly, read_weights
+from zerotune.backend.deepspeed.start import join_checked, pin_exactly, read_weights
 from zerotune.backend.engine import CountingEngine, EngineState, StepOutcome
 from zerotune.backend.host.gradients import (
     GradientPool,
@@ -38,26 +38,37 @@ from zerotune.backend.host.gradients import (
 )
 from zerotune.backend.host.lanes import Lane
 from zerotune.backend.host.layout import HostLayout
+from zerotune.backend.host.optimizer import (
+    cpu_adam,
+    loss_scaler,
+    members,
+    other_optimizer,
+    schedule_of,
+    vector_of,
+)
 from zerotune.backend.host.passes import Passes
 from zerotune.backend.host.residency import HostCounts, Residency
 from zerotune.backend.host.steps import StreamedSteps
-from zerotune.backend.host.units import FlatOrder, HostMemory, Member, Unit, find_units, make_units
+from zerotune.backend.host.units import (
+    STORED_OTHERWISE,
+    FlatOrder,
+    HostMemory,
+    Member,
+    Unit,
+    find_units,
+    make_units,
+)
 from zerotune.backend.host.updates import AdamOnHost, OptimizerOnDevice, Update
-from zerotune.backend.host.weights import StreamedWeight, release_weight, stream_weight
+from zerotune.backend.host.weights import is_in_place, release_weight, stream_weight
 from zerotune.backend.master_weights import MasterWeights, Named
 from zerotune.backend.op_builds import folder_decisions
 from zerotune.backend.optimizers.classes import AdamW8BitStates, AdamWBF16States
 from zerotune.backend.optimizers.client import (
     chosen_optimizer,
     continue_schedule,
-    optimizer_factory,
-    own_scheduler,
-    parameter_groups,
     scheduler_class,
 )
 from zerotune.backend.proof import prove_offload
-from zerotune.backend.step.adams import TORCH_VECTOR, VECTOR
-from zerotune.backend.step.awaited import Awaited
 from zerotune.backend.step.kernel import HostStepOp, load_host_step
 from zerotune.backend.step.uses import ForeignUses
 from zerotune.backend.step_state import Stage
@@ -70,8 +81,6 @@ from zerotune.plan.plan import ResolvedPlan
 from zerotune.plan.sections import pins
 
 KEY = "streamed"
-
-_OF_ADAM = ("lr", "bias_correction", "betas", "eps", "weight_decay", "amsgrad")
 
 _CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -105,10 +114,10 @@ class HostEngine(CountingEngine):
         self._cast(model)
         self._scaler: Any = self._make_scaler()
         self._order = self._orders(
-            _members(plan, named),
+            members(plan, named),
             sizes={name: parameter.numel() for name, parameter in named},
             world_size=self._group.world_size,
-            vector=_vector(plan),
+            vector=vector_of(plan),
         )
         needs = self._lay_out(model)
         if plan.update is not None and accelerator_of(self._device).is_host:
@@ -135,17 +144,7 @@ class HostEngine(CountingEngine):
         return (*read_weights(plan, model, device="cpu"), *proven)
 
     def _make_scaler(self) -> Any:
-        """DeepSpeed's loss scaler for fp16; ``None`` in other precisions."""
-        if self._plan.precision != "fp16":
-            return None
-        runtime: Any = importlib.import_module("deepspeed").runtime
-        config = runtime.precision_config.get_float16_config(self._plan.to_deepspeed())
-        return runtime.fp16.loss_scaler.CreateLossScaler(
-            dtype=torch.float16,
-            static_loss_scale=config.loss_scale,
-            dynamic_scaling=config.loss_scale == 0,
-            dynamic_loss_args=config.dynamic_loss_scale_args(),
-        )
+        return loss_scaler(self._plan)
 
     def _lay_out(self, model: torch.nn.Module) -> Any:
         """Divide the parameters into units; return the units that each module needs."""
@@ -197,43 +196,20 @@ class HostEngine(CountingEngine):
             masters = [slab.key for slab in slabs if slab.group == index]
             groups.append({"params": masters, **own})
         self._expected_groups = expected_groups(choice, named, None)
-        if choice.source == "deepspeed":
-            params = {name: choice.params[name] for name in _OF_ADAM if name in choice.params}
-            kind: Any = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
-            with compiling(plan):
-                mode = choice.weight_decay_mode != "l2"
-                self._adam: Any = kind(groups, **params, adamw_mode=mode)
-        else:
-            self._adam = self._make_optimizer(groups)
-        self._scheduler = self._make_scheduler(plan)
-
-    def _make_optimizer(self, groups: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer:
-        choice = chosen_optimizer(self._plan)
-        optimizer: torch.optim.Optimizer = optimizer_factory(choice)(
-            [dict(group) for group in groups], **choice.params
-        )
-        return optimizer
+        make = cpu_adam if choice.source == "deepspeed" else other_optimizer
+        self._optimizer = make(plan, groups)
+        self._scheduler = schedule_of(plan, self._optimizer)
 
     def _make_update(self, op: HostStepOp) -> Update:
         if self._plan.update is None:
-            return AdamOnHost(op=op, adam=self._adam, order=self._order)
+            return AdamOnHost(op=op, adam=self._optimizer, order=self._order)
         return OptimizerOnDevice(
-            optimizer=self._adam,
-            make=self._make_optimizer,
+            optimizer=self._optimizer,
+            make=partial(other_optimizer, self._plan),
             order=self._order,
             memory=self._memory,
             device=self._device,
         )
-
-    def _make_scheduler(self, plan: ResolvedPlan) -> Any:
-        if plan.scheduler is None:
-            return None
-        own = own_scheduler(plan)
-        if own is not None:
-            return own(self._adam)
-        schedules = importlib.import_module("deepspeed.runtime.lr_schedules")
-        kind = getattr(schedules, plan.scheduler.name)
-        return kind(self._adam, **plan.to_deepspeed()["scheduler"]["params"])
 
     def _stream(self, needs: Any) -> None:
         """Create the lanes, steps and residency that move weights and gradients."""
@@ -281,7 +257,7 @@ class HostEngine(CountingEngine):
         self._steps.refresh()
         self._steps.know_views()
         layout = HostLayout(
-            units=trained, optimizer=self._adam, steps=self._steps, state=self._step_state
+            units=trained, optimizer=self._optimizer, steps=self._steps, state=self._step_state
         )
         self._master_weights = MasterWeights(layout=layout, group=self._group, device=self.device)
 
@@ -340,19 +316,8 @@ class HostEngine(CountingEngine):
 
     @property
     @override
-    def device(self) -> torch.device:
-        return self._device
-
-    @property
-    @override
     def dtype(self) -> torch.dtype:
         return DTYPES[self._plan.precision]
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of the master weights, whose groups hold the learning rates."""
-        optimizer: torch.optim.Optimizer = self._adam
-        return optimizer
 
     @property
     def counts(self) -> HostCounts:
@@ -371,23 +336,9 @@ class HostEngine(CountingEngine):
 
     @property
     @override
-    def lr(self) -> float:
-        return float(self._adam.param_groups[0]["lr"])
-
-    @property
-    @override
-    def state(self) -> EngineState:
-        return EngineState(
-            global_step=self._global_step,
-            micro_step=self._micro_step,
-            skipped_steps=self._skipped_steps,
-            scheduler={} if self._scheduler is None else dict(self._scheduler.state_dict()),
-            loss_scaler={
-                name: getattr(self._scaler, name)
-                for name in self._scaler_fields
-                if hasattr(self._scaler, name)
-            },
-        )
+    def _scaler_state(self) -> dict[str, Any]:
+        names = (name for name in self._scaler_fields if hasattr(self._scaler, name))
+        return {name: getattr(self._scaler, name) for name in names}
 
     @override
     def _load_state(self, state: EngineState) -> None:
@@ -399,7 +350,7 @@ class HostEngine(CountingEngine):
         continue_schedule(self._scheduler, state.scheduler)
         taken = state.global_step - state.skipped_steps
         # DeepSpeed's op updates the last elements of a group and counts its own steps.
-        replay_adam_steps(self._adam, taken)
+        replay_adam_steps(self._optimizer, taken)
         self._steps.replay(taken)
 
     @override
@@ -410,7 +361,7 @@ class HostEngine(CountingEngine):
     def _check_before_backward(self) -> None:
         if self._at_boundary and self._steps.is_eager:
             self._check_before_step(self._global_step)
-            self._call_hooks(_global_optimizer_pre_hooks, self._adam._optimizer_step_pre_hooks)
+            self._call_hooks(_global_optimizer_pre_hooks, self._optimizer._optimizer_step_pre_hooks)
         self._steps.begin_backward(is_last=self._at_boundary)
 
     @override
@@ -475,10 +426,10 @@ class HostEngine(CountingEngine):
     def _run_step(self, norm: float, scale: float) -> None:
         """Begin the step, and call the hooks registered on the optimizer."""
         if not self._steps.is_eager:
-            self._call_hooks(_global_optimizer_pre_hooks, self._adam._optimizer_step_pre_hooks)
+            self._call_hooks(_global_optimizer_pre_hooks, self._optimizer._optimizer_step_pre_hooks)
         with self._step_state.updating():
             self._steps.step(norm, scale)
-        after = _global_optimizer_post_hooks, self._adam._optimizer_step_post_hooks
+        after = _global_optimizer_post_hooks, self._optimizer._optimizer_step_post_hooks
         if any(after):
             self._steps.settle()
         self._call_hooks(*reversed(after))
@@ -486,7 +437,7 @@ class HostEngine(CountingEngine):
     def _call_hooks(self, *hooks: Mapping[Any, Callable[..., Any]]) -> None:
         """Call hooks as ``Optimizer.profile_hook_step`` does around a step."""
         for hook in [each for some in hooks for each in some.values()]:
-            hook(self._adam, (), {})
+            hook(self._optimizer, (), {})
 
     @override
     def _check_before_forward(self) -> None:
@@ -511,7 +462,7 @@ class HostEngine(CountingEngine):
                         not unit.resident
                         and member.parameter._version != self._versions[member.name]
                     )
-                    if is_written or not _is_in_place(unit, member):
+                    if is_written or not is_in_place(unit, member):
                         return member
         return None
 
@@ -552,16 +503,23 @@ class HostEngine(CountingEngine):
         eager = "in the backward pass" if self._steps.is_eager else "after the gradient norm"
         masters, bits = self._plan.masters, self._bits
         if self._plan.update is not None:
-            bits = f"on the device, by the code of {type(self._adam).__name__}"
-        elif isinstance(self._adam, AdamW8BitStates):
+            bits = f"on the device, by the code of {type(self._optimizer).__name__}"
+        elif isinstance(self._optimizer, AdamW8BitStates):
             bits = "only this engine supports these 8-bit moments"
-        elif isinstance(self._adam, AdamWBF16States) and self._group.world_size > 1:
+        elif isinstance(self._optimizer, AdamWBF16States) and self._group.world_size > 1:
             bits += ", except for the stochastic rounding of bf16 moments"
         if masters == "split":
             bits += ", except for master weights halfway between two bf16 numbers"
-        kept = () if masters == "fp32" else (_STORED[masters],)
+        kept = () if masters == "fp32" else (STORED_OTHERWISE[masters],)
         if self._plan.is_resident:
-            return self._describe_resident(bits), *kept
+            step = Decision(
+                "optimizer.step",
+                chosen_optimizer(self._plan).implementation,
+                f"one pass over each of {len(self._units)} units, in a thread",
+                "a unit is uploaded as soon as it is updated, and the next forward pass waits "
+                f"for a unit only when it uses the unit; {bits}",
+            )
+            return step, *kept
         where = Decision(
             KEY,
             self._plan.streamed,
@@ -570,15 +528,6 @@ class HostEngine(CountingEngine):
             f"each unit is uploaded before use and updated {eager}; {bits}",
         )
         return where, self._kept_gradients, *kept
-
-    def _describe_resident(self, bits: str) -> Decision:
-        return Decision(
-            "optimizer.step",
-            chosen_optimizer(self._plan).implementation,
-            f"one pass over each of {len(self._units)} units, in a thread",
-            "a unit is uploaded as soon as it is updated, and the next forward pass waits "
-            f"for a unit only when it uses the unit; {bits}",
-        )
 
     @property
     @override
@@ -600,7 +549,7 @@ class HostEngine(CountingEngine):
         choice = chosen_optimizer(plan)
         checks.optimizer(
             choice,
-            self._adam,
+            self._optimizer,
             scheduler=plan.scheduler,
             steps_taken=self._global_step - self._skipped_steps,
             groups=self._expected_groups,
@@ -615,7 +564,7 @@ class HostEngine(CountingEngine):
                         m.name for p in group["params"] for m in names[id(p)].members
                     ),
                 )
-                for group in self._adam.param_groups
+                for group in self._optimizer.param_groups
             ],
         )
         running = None if self._scheduler is None else type(self._scheduler).__name__
@@ -630,56 +579,8 @@ class HostEngine(CountingEngine):
         return checks
 
 
-_STORED: Final = {
-    "split": Decision(
-        f"{KEY}.split_masters",
-        "fp32",
-        "bf16 weights and the low 16 bits of each master weight",
-        "saves 2 bytes of host memory per trained weight; in each step, one master "
-        "weight in 131,072 (a tie that is rounded up to bf16) grows by one unit in the last "
-        "place",
-    ),
-    "stochastic": Decision(
-        "update.masters",
-        "fp32",
-        "bf16 weights, rounded at random after each update",
-        "saves 4 bytes of host memory per trained weight; the rounding depends only on the "
-        "step and the position of the weight; an EMA averages the rounded weights",
-    ),
-}
-"""Decisions about master weights that are not stored in fp32, by the name of the storage."""
-
-
 def _nothing() -> None:
     """Let single uses of weights that stay on the device wait, instead of each forward pass."""
-
-
-def _members(plan: ResolvedPlan, named: Named) -> list[list[str]]:
-    """Names of the trained parameters in each of the optimizer's groups, in the group's order."""
-    names = {id(parameter): name for name, parameter in named}
-    groups = parameter_groups(chosen_optimizer(plan), named)
-    if not isinstance(groups[0], dict):
-        groups = [{"params": groups}]
-    return [[names[id(parameter)] for parameter in group["params"]] for group in groups]
-
-
-def _vector(plan: ResolvedPlan) -> int:
-    """Number of elements that the plan's optimizer updates with one vector under ZeRO-2."""
-    is_torch = chosen_optimizer(plan).implementation == AdamWBF16States.__name__
-    return TORCH_VECTOR if is_torch else VECTOR
-
-
-def _is_in_place(unit: Unit, member: Member) -> bool:
-    """Whether a parameter still belongs to its unit; one that waits for an upload does."""
-    parameter: Any = member.parameter
-    if not unit.resident:
-        return isinstance(parameter, StreamedWeight)
-    if isinstance(parameter, Awaited):
-        return True
-    storage = parameter.untyped_storage()._cdata, unit.flat.untyped_storage()._cdata
-    is_there = storage[0] == storage[1] and parameter.storage_offset() == member.span.start
-    # A transposed weight has gradients in another order than its master weights.
-    return bool(is_there and parameter.is_contiguous())
 
 
 def _replaced(member: Member) -> EngineError:

@@ -19,6 +19,7 @@ from zerotune.backend.step.adams import (
     StochasticMasters,
     WholeMasters,
 )
+from zerotune.decisions import Decision
 from zerotune.errors import EngineError
 from zerotune.plan.context import MastersName
 from zerotune.plan.facts import UNIT_ALIGNED, outermost_modules, repeated_modules
@@ -401,6 +402,26 @@ def _masters(
         masters = WholeMasters(kept)
     key = torch.nn.Parameter(kept.view(tuple(shape)), requires_grad=kind == "fp32")
     return key, masters
+
+
+STORED_OTHERWISE: Final = {
+    "split": Decision(
+        "streamed.split_masters",
+        "fp32",
+        "bf16 weights and the low 16 bits of each master weight",
+        "saves 2 bytes of host memory per trained weight; in each step, one master "
+        "weight in 131,072 (a tie that is rounded up to bf16) grows by one unit in the last "
+        "place",
+    ),
+    "stochastic": Decision(
+        "update.masters",
+        "fp32",
+        "bf16 weights, rounded at random after each update",
+        "saves 4 bytes of host memory per trained weight; the rounding depends only on the "
+        "step and the position of the weight; an EMA averages the rounded weights",
+    ),
+}
+"""Decisions about master weights that are not stored in fp32, by the name of the storage."""
 
 
 def _laid_out(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import attrs
 import torch
 
-from zerotune.backend.step.awaited import BESIDE_THE_CONTENT, OF_THE_SHAPE
+from zerotune.backend.step.awaited import BESIDE_THE_CONTENT, OF_THE_SHAPE, Awaited
 from zerotune.errors import EngineError
 
 if TYPE_CHECKING:
@@ -115,6 +115,24 @@ def release_weight(member: Member) -> None:
     parameter: Any = member.parameter
     parameter.__class__ = parameter._home.kind
     del parameter._home
+
+
+def is_in_place(unit: Unit, member: Member) -> bool:
+    """Return whether a parameter still belongs to its unit; one that waits for an upload does.
+
+    Args:
+        unit: The unit.
+        member: The parameter.
+    """
+    parameter: Any = member.parameter
+    if not unit.resident:
+        return isinstance(parameter, StreamedWeight)
+    if isinstance(parameter, Awaited):
+        return True
+    storage = parameter.untyped_storage()._cdata, unit.flat.untyped_storage()._cdata
+    is_there = storage[0] == storage[1] and parameter.storage_offset() == member.span.start
+    # A transposed weight has gradients in another order than its master weights.
+    return bool(is_there and parameter.is_contiguous())
 
 
 @cache
