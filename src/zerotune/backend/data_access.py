@@ -54,14 +54,11 @@ class DataAccess:
             if (name := each._names.get(id(weight))) is not None:
                 yield each, name
 
-    def note_use(self, name: str) -> None:
-        """Record that other code has, and may write, a weight's data."""
+    def note_use(self, name: str, *, replaced: bool = False) -> None:
+        """Record that other code has a weight's data, and may write it, or is to replace it."""
         self._used.add(name)
-
-    def note_replacement(self, name: str) -> None:
-        """Record that other code is about to replace a weight's data."""
-        self._used.add(name)
-        self._before.setdefault(name, _place(self._weights[name]))
+        if replaced:
+            self._before.setdefault(name, _place(self._weights[name]))
 
     def take_used(self) -> set[str]:
         """Return the names of weights whose data other code has used since the last call."""
@@ -111,7 +108,7 @@ def _set(parameter: torch.Tensor, data: torch.Tensor) -> None:
                 same = isinstance(data, PartitionedData) or user.startswith("torch.")
                 if not same or _place(data) != _place(parameter):
                     raise _without_effect(name, "other data")
-            access.note_replacement(name)
+            access.note_use(name, replaced=True)
             noted.append((access, name))
     _DATA.__set__(parameter, data)
     for access, name in noted:

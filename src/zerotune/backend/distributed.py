@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -186,12 +185,7 @@ class ProcessGroup:
             what: Name of the value, for the error message.
             fix: Fix that the error message suggests.
         """
-        purpose = f"compare {what}"
-        # Values may be long, and are needed only where they differ.
-        digests = self.gather(hashlib.sha256(repr(value).encode()).digest(), purpose=purpose)
-        if all(other == digests[0] for other in digests):
-            return
-        values = self.gather(value, purpose=purpose)
+        values = self.gather(value, purpose=f"compare {what}")
         if any(other != values[0] for other in values):
             by_rank = differences(dict(enumerate(values)))
             raise CollectiveError(f"the ranks disagree ({by_rank})", fix, what)

@@ -391,23 +391,29 @@ LeaseState = Literal["live", "stale", "empty", "unknown"]
 
 
 @attrs.frozen(kw_only=True)
-class FoundLease:
-    """A leased folder found inside a swap root."""
+class Verdict:
+    """State of an open lease, valid while the caller holds the lease's lock."""
 
-    path: Path
-    """Path of the folder."""
-    run_id: str
-    """Id of the run that created the folder."""
     state: LeaseState
     """``"live"``: a process holds a lock on the folder. ``"stale"``: the owner is provably dead.
     ``"empty"``: the removal of the folder is in progress, or was interrupted at the last step.
     ``"unknown"``: the owner may be alive, so the folder is kept."""
     reason: str
     """Why the folder is in this state."""
-    size: int
-    """Bytes on disk; 0 if the folder cannot be examined."""
     records: tuple[LeaseRecord, ...] = ()
     """Records of the run's ranks, in rank order."""
+
+
+@attrs.frozen(kw_only=True)
+class FoundLease(Verdict):
+    """A leased folder found inside a swap root."""
+
+    path: Path
+    """Path of the folder."""
+    run_id: str
+    """Id of the run that created the folder."""
+    size: int
+    """Bytes on disk; 0 if the folder cannot be examined."""
 
     @property
     def reserved(self) -> int:
@@ -418,15 +424,6 @@ class FoundLease:
     def still_to_come(self) -> int:
         """Reserved bytes that have not been written yet."""
         return max(0, self.reserved - self.size)
-
-
-@attrs.frozen(kw_only=True)
-class Verdict:
-    """State of an open lease, valid while the caller holds the lease's lock."""
-
-    state: LeaseState
-    reason: str
-    records: tuple[LeaseRecord, ...] = ()
 
 
 def find_leases(root: Path) -> tuple[FoundLease, ...]:
@@ -473,14 +470,8 @@ def _inspect(path: Path, run_id: str | None, kind: str | None) -> FoundLease | N
             verdict = Verdict(state="unknown", reason=f"cannot be examined ({error.strerror})")
         finally:
             os.close(folder)
-    return FoundLease(
-        path=path,
-        run_id=run_id,
-        state=verdict.state,
-        reason=verdict.reason,
-        size=size,
-        records=verdict.records,
-    )
+    judgement = attrs.asdict(verdict, recurse=False)
+    return FoundLease(path=path, run_id=run_id, size=size, **judgement)
 
 
 @contextmanager

@@ -58,6 +58,7 @@ from zerotune.backend.optimizers.client import (
     scheduler_class,
 )
 from zerotune.backend.proof import prove_offload
+from zerotune.backend.step.adams import taken_steps
 from zerotune.backend.step_state import Stage
 from zerotune.backend.stored import dtype_at_rest
 from zerotune.decisions import Decision, announce
@@ -329,12 +330,7 @@ class ZeROEngine(Engine):
         engine = self._engine
         if self._wrapper.skips_overflow or engine.torch_autocast_z0_gradscaler:
             return None
-        norm = float(gradient_norm(self._module.parameters()))
-        if not engine.enable_backward_allreduce:
-            # 1-bit optimizers: gradients differ between ranks, but all ranks must decide alike.
-            bad = self._group.any(not math.isfinite(norm))
-            norm = math.nan if bad else norm
-        return norm
+        return float(gradient_norm(self._module.parameters()))
 
     @override
     def _check_before_step(self, step: int) -> None:
@@ -545,14 +541,8 @@ def replay_adam_steps(adam: Any, steps: int) -> None:
         steps: Number of optimizer steps before the resume.
     """
     update = _cpu_adam_update(adam)
-    if update is None or steps < 1:
-        return
-    betas = list(dict.fromkeys(tuple(group["betas"]) for group in adam.param_groups))
-    # If the groups' betas differ, the op recomputes the betas' powers at every change of group.
-    first = 1 if len(betas) == 1 else steps
-    for step in range(first, steps + 1):
-        for beta1, beta2 in betas:
-            update(step, beta1, beta2)
+    for step, beta1, beta2 in taken_steps(adam, steps) if update is not None else ():
+        update(step, beta1, beta2)
 
 
 def _cpu_adam_update(adam: Any) -> Callable[[int, float, float], object] | None:

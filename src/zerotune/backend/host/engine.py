@@ -244,7 +244,8 @@ class HostEngine(CountingEngine):
             capacity=self._capacity,
             lane=self._lanes[0],
             hurry=self._steps.passes.hurry,
-            before=_nothing if stays else self._steps.wait_for_all,
+            # Of weights that stay on the device, each use waits by itself.
+            before=(lambda: None) if stays else self._steps.wait_for_all,
         )
         for unit in self._units:
             for member in unit.members if not unit.resident else ():
@@ -577,10 +578,6 @@ class HostEngine(CountingEngine):
         place = "host" if isinstance(self._steps.update, AdamOnHost) else "device"
         checks.equal("update", "host" if plan.update is None else "device", place)
         return checks
-
-
-def _nothing() -> None:
-    """Let single uses of weights that stay on the device wait, instead of each forward pass."""
 
 
 def _replaced(member: Member) -> EngineError:

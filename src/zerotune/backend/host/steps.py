@@ -158,7 +158,13 @@ class StreamedSteps:
     def _arrived(self, unit: Unit, index: int, parameter: torch.Tensor) -> None:
         window = self._windows[unit]
         if window.taken:
-            raise used_after_step(unit)
+            raise EngineError(
+                "the backward pass uses this module again, although the update of its weights has "
+                "begun",
+                "enable gradient_clipping, so that updates wait for the whole backward pass",
+                f"model.{unit.name}",
+                "gradient_clipping=0",
+            )
         with torch._C.DisableTorchFunctionSubclass():
             gradient, parameter.grad = cast(torch.Tensor, parameter.grad), None
             if not window.came:
@@ -569,17 +575,3 @@ def _views_of(unit: Unit) -> int:
 def _watch(parameter: Any, call: Callable[[torch.Tensor], None]) -> Any:
     """Call a function with the parameter after its gradient has been accumulated."""
     return parameter.register_post_accumulate_grad_hook(call)
-
-
-def used_after_step(unit: Unit) -> EngineError:
-    """Return the error for a unit that is used after its update has begun.
-
-    Args:
-        unit: The unit.
-    """
-    return EngineError(
-        "the backward pass uses this module again, although the update of its weights has begun",
-        "enable gradient_clipping, so that updates wait for the whole backward pass",
-        f"model.{unit.name}",
-        "gradient_clipping=0",
-    )

@@ -619,11 +619,8 @@ class HostAdam(Stepper):
 
     @override
     def replay(self, steps: int) -> None:
-        betas = list(dict.fromkeys(tuple(group["betas"]) for group in self._adam.param_groups))
-        # If the groups' betas differ, the powers are recomputed at every change of group.
-        for step in range(1 if len(betas) == 1 else steps, steps + 1):
-            for beta1, beta2 in betas:
-                self._powers.at(step, beta1, beta2)
+        for step, beta1, beta2 in taken_steps(self._adam, steps):
+            self._powers.at(step, beta1, beta2)
 
     @override
     def _update(self, begun: _Begun) -> tuple[Vectors, Tail]:
@@ -680,6 +677,20 @@ def stepper_of(adam: torch.optim.Optimizer) -> type[Stepper]:
     if isinstance(adam, AdamW8BitStates):
         return Host8BitAdam
     return HostAdam if type(adam).__name__ == "DeepSpeedCPUAdam" else HostTorchAdam
+
+
+def taken_steps(adam: torch.optim.Optimizer, steps: int) -> Iterator[tuple[int, float, float]]:
+    """Yield the steps that an Adam's powers of the betas depend on, each with its betas.
+
+    Args:
+        adam: The optimizer.
+        steps: Number of steps that it has taken.
+    """
+    betas = list(dict.fromkeys(tuple(group["betas"]) for group in adam.param_groups))
+    # If the groups' betas differ, the powers are recomputed at every change of group.
+    for step in range(1 if len(betas) == 1 else max(steps, 1), steps + 1):
+        for beta1, beta2 in betas:
+            yield step, beta1, beta2
 
 
 class BetaPowers:
