@@ -179,8 +179,10 @@ class ZeROEngine(Engine):
         self._wrapper.begin_backward()
         try:
             self._raw_backward(loss)
-        except RuntimeError as error:
-            if (clear := self._strided()) is not None:
+        except (AssertionError, RuntimeError) as error:
+            is_refused = isinstance(error, AssertionError)
+            clear = self._wrapper.refused() if is_refused else self._strided()
+            if clear is not None:
                 raise clear from error
             raise
         if not self._step_state.came_before:
@@ -541,8 +543,9 @@ def replay_adam_steps(adam: Any, steps: int) -> None:
         steps: Number of optimizer steps before the resume.
     """
     update = _cpu_adam_update(adam)
-    for step, beta1, beta2 in taken_steps(adam, steps) if update is not None else ():
-        update(step, beta1, beta2)
+    if update is not None:
+        for taken in taken_steps(adam, steps):
+            update(*taken)
 
 
 def _cpu_adam_update(adam: Any) -> Callable[[int, float, float], object] | None:

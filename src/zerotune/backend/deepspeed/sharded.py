@@ -353,6 +353,20 @@ class ShardedWrapper(OptimizerWrapper):
         )
 
     @override
+    def refused(self) -> EngineError | None:
+        leaves = self.raw.leaf_parameters
+        if not leaves:
+            return None
+        return EngineError(
+            "DeepSpeed cannot reduce the gradients of a leaf module that is called several times "
+            "before one backward pass",
+            "remove the classes of modules that are called more than once (an empty list "
+            "disables leaf modules), or call the model once with both batches concatenated",
+            f"{LEAF_KEY}.classes",
+            sorted({type(leaf).__name__ for leaf in leaves}),
+        )
+
+    @override
     def improve(self) -> tuple[Decision, ...]:
         """Apply the schedule to the part of the optimizer that is not offloaded.
 

@@ -19,6 +19,7 @@ import torch
 from zerotune.backend.deepspeed.order import UseOrder
 from zerotune.backend.master_weights import MasterLayout
 from zerotune.decisions import Decision
+from zerotune.errors import EngineError
 
 
 @attrs.frozen(kw_only=True)
@@ -125,6 +126,10 @@ class OptimizerWrapper(ABC):
     def improve(self) -> tuple[Decision, ...]:
         """Apply corrections that only zerotune's own start of DeepSpeed needs."""
         return ()
+
+    def refused(self) -> EngineError | None:
+        """Explain why a backward pass raised an ``AssertionError``; ``None`` if unknown."""
+        return None
 
     def note_edits(self) -> None:
         """Notify the layout when master weights are written through DeepSpeed's functions.
