@@ -59,7 +59,7 @@ def test_a_fresh_optimizer_continues_with_the_states_of_another(name):
             fragment.ensure_states(tuple(source.states))
             for state, tensor in source.states.items():
                 fragment.states[state].copy_(tensor)
-            fragment.set_scalars(source.scalars)
+            fragment.slab_states.set_scalars(source.scalars)
             if source.step is not None:
                 fragment.set_step(source.step)
     for step in range(3, 7):

@@ -381,11 +381,6 @@ class Fragment:
         return self._slab.states.step_of(self.address.key)
 
     @property
-    def counts_each(self) -> bool:
-        """Whether this fragment has a step counter of its own."""
-        return self._slab.states.counts_each
-
-    @property
     def scalars(self) -> Mapping[str, float]:
         """One-element states, such as NAdam's ``mu_product``, by name."""
         return self._slab.states.scalars
@@ -394,6 +389,11 @@ class Fragment:
 @attrs.frozen(kw_only=True, eq=False)
 class EditableFragment(Fragment):
     """A fragment with writable weights and states, whose missing states can be created."""
+
+    @property
+    def slab_states(self) -> OptimizerStates:
+        """States of the whole flat tensor that contains this fragment."""
+        return self._slab.states
 
     def ensure_states(self, names: tuple[str, ...]) -> None:
         """If any of the states is missing, create zeros for the whole flat tensor.
@@ -414,18 +414,6 @@ class EditableFragment(Fragment):
         """
         largest = step if largest is None else largest
         self._slab.states.set_step(step, key=self.address.key, largest=largest)
-
-    def set_scalars(self, scalars: Mapping[str, float]) -> None:
-        """Set one-element states, by name, for the flat tensor that contains this fragment."""
-        self._slab.states.set_scalars(scalars)
-
-    def set_whole(self, states: Mapping[str, torch.Tensor]) -> None:
-        """Replace the states that cannot be sharded; see ``OptimizerStates.set_whole``."""
-        self._slab.states.set_whole(states)
-
-    def begin_scalars_anew(self) -> None:
-        """Reset one-element states to their values before the first update."""
-        self._slab.states.begin_scalars_anew()
 
 
 def narrow(flat: torch.Tensor, address: FragmentAddress, block: int = 1) -> torch.Tensor:

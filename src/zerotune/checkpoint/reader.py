@@ -177,7 +177,7 @@ class Filler:
         saved = record.states if self._states else ()
         formats = {name: self._reader.manifest.format_of(name) for name in saved}
         whole = [name for name, form in formats.items() if form.whole]
-        fragment.set_whole(
+        fragment.slab_states.set_whole(
             {name: self._reader.tensor(state_subject(name), record.name) for name in whole}
         )
         formats = {name: form for name, form in formats.items() if name not in whole}
@@ -191,15 +191,19 @@ class Filler:
             else:
                 state.zero_()
         if saved and record.scalars:
-            fragment.set_scalars(record.scalars)
+            fragment.slab_states.set_scalars(record.scalars)
         elif not saved and not self._steps.get(address.slab):
             # No other parameter has set the slab's shared scalars.
-            fragment.begin_scalars_anew()
+            fragment.slab_states.begin_scalars_anew()
         if states or whole:
             # From a step counter without states, the optimizer would infer that states exist.
             step = (record.step or 0) if saved else 0
             # A flat tensor with one counter for all has the largest of its parameters' steps; where
             # parameters have their own, it counts the steps that it took part in, even without one.
             self._steps[address.slab] = max(self._steps.get(address.slab, 0), step)
-            taken = self._taken if saved and fragment.counts_each else self._steps[address.slab]
+            taken = (
+                self._taken
+                if saved and fragment.slab_states.counts_each
+                else self._steps[address.slab]
+            )
             fragment.set_step(step, largest=taken)
