@@ -44,9 +44,9 @@ def missing_module(name: str) -> Diagnosis:
 
 
 def summary(error: BaseException) -> str:
-    """Return an exception's type and the first line of its message, as one line."""
+    """Return an exception's type and the first line of its message, at most 300 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return ": ".join([type(error).__name__, *lines[:1]])[:300]
 
 
 def diagnose_build(output: str) -> Diagnosis | None:

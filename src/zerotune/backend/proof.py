@@ -34,7 +34,7 @@ from zerotune.backend.distributed import ProcessGroup
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError
 from zerotune.plan.plan import ResolvedPlan
-from zerotune.platform.detect import MachineProbe, first_line
+from zerotune.platform.detect import MachineProbe
 from zerotune.platform.facts import user_cache
 
 KEY: Final = "proof"
@@ -401,8 +401,3 @@ def _environment() -> dict[str, str]:
     paths = [str(Path(__file__).parents[2])]
     paths += [str(Path(p).absolute()) for p in environ.get("PYTHONPATH", "").split(os.pathsep) if p]
     return {**environ, "PYTHONPATH": os.pathsep.join(paths), VARIABLE: "off"}
-
-
-def describe_error(error: BaseException) -> str:
-    """Return an exception's type and first line, at most 300 characters."""
-    return f"{type(error).__name__}: {first_line(error)}"[:300]

@@ -280,15 +280,14 @@ class OffloadManager:
     def _open(
         self, resolved: ResolvedPlan, targets: tuple[Target, ...], rank: int, share: Share | None
     ) -> tuple[Lease, _Directories]:
-        if rank != 0:
-            run_id = received(need_share(share)(""))
-            return self._claim(resolved, self._roots(resolved, targets), run_id, rank)
         run_id = new_run_id()
         if resolved.world_size == 1:
-            return self._claim(resolved, self._roots(resolved, targets), run_id, rank)
+            return self._claim(resolved, targets, run_id, rank)
         share = need_share(share)
+        if rank != 0:
+            return self._claim(resolved, targets, received(share("")), rank)
         try:
-            opened = self._claim(resolved, self._roots(resolved, targets), run_id, rank)
+            opened = self._claim(resolved, targets, run_id, rank)
         except BaseException as error:
             # The other ranks wait for the run id; let them fail too instead of hanging.
             share(f"{_FAILURE_PREFIX}{error}")
@@ -301,14 +300,9 @@ class OffloadManager:
         return opened
 
     def _claim(
-        self,
-        resolved: ResolvedPlan,
-        roots: Mapping[Target, SwapRoot],
-        run_id: str,
-        rank: int,
+        self, resolved: ResolvedPlan, targets: tuple[Target, ...], run_id: str, rank: int
     ) -> tuple[Lease, _Directories]:
-        require_locks()
-        needs = swap_needs(resolved)
+        roots, needs = self._roots(resolved, targets), swap_needs(resolved)
         record = LeaseRecord.for_this_process(
             run_id=run_id, rank=rank, world_size=resolved.world_size, plan_digest=resolved.digest()
         )

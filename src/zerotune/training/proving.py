@@ -19,7 +19,8 @@ import torch
 from zerotune._util.proc import environment
 from zerotune.backend.accelerator import accelerator_for, accelerator_of
 from zerotune.backend.host.engine import HostEngine
-from zerotune.backend.proof import VARIABLE, Combination, Outcome, Proof, describe_error
+from zerotune.backend.op_causes import summary
+from zerotune.backend.proof import VARIABLE, Combination, Outcome, Proof
 from zerotune.backend.step.adams import torch_rounds_alike
 from zerotune.backend.step.kernel import load_host_step
 from zerotune.ema import EMAShadow
@@ -230,11 +231,11 @@ def run_check(name: str, platform: Platform) -> Outcome:
     except NotRunError as reason:
         passed, detail = None, str(reason)
     except (PlatformError, MissingDependencyError) as error:
-        passed, detail = None, describe_error(error)
+        passed, detail = None, summary(error)
     except DifferenceError as difference:
         passed, (detail, _, evidence) = False, str(difference).partition("\n")
     except Exception as error:  # noqa: BLE001 - a path that fails is not taken, whatever it meets
-        passed, detail, evidence = False, describe_error(error), traceback.format_exc()
+        passed, detail, evidence = False, summary(error), traceback.format_exc()
     seconds = time.perf_counter() - began
     return Outcome(passed=passed, detail=detail, evidence=evidence, seconds=seconds)
 
