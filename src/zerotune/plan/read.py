@@ -319,7 +319,9 @@ def plan_from_settings(
         source: Origin of the plan, for messages.
         folder: Folder in which a relative ``deepspeed_config_file`` is looked up first.
     """
-    return _translated(accelerate.translate(content, log, source=source, folder=folder), log)
+    found = accelerate.translate(content, log, source=source, folder=folder)
+    plan = plan_from_mapping(found.config, log, source=found.source, folder=found.folder)
+    return with_launch(plan, found.launch)
 
 
 def plan_from_yaml(path: str | os.PathLike[str], log: Log) -> Settings:
@@ -341,11 +343,6 @@ def plan_from_yaml(path: str | os.PathLike[str], log: Log) -> Settings:
         plain = False
     read = plan_from_mapping if plain else plan_from_settings
     return read(content, log, source=str(file), folder=file.parent)
-
-
-def _translated(found: accelerate.Translated, log: Log) -> Settings:
-    plan = plan_from_mapping(found.config, log, source=found.source, folder=found.folder)
-    return with_launch(plan, found.launch)
 
 
 # -- Overrides: single settings that replace those of a plan, under common names.

@@ -26,9 +26,11 @@ from zerotune.plan.rules.rule import (
     Findings,
     Rule,
     active,
+    clips,
     offload_section,
     swaps_parameters,
     wide_weight,
+    zero_extra,
 )
 from zerotune.plan.section import (
     Section,
@@ -103,6 +105,27 @@ def _swaps(case: Case) -> bool:
 def _super_offloads_elsewhere(case: Case) -> bool:
     platform, section = case.context.platform, offload_section(case.plan, "optimizer")
     return platform is not None and platform.accelerator not in CUDA_ALLOCATORS and active(section)
+
+
+def _needed_without_norm(case: Case) -> str | None:
+    """What DeepSpeed needs beside ``compute_grad_norm: false``; ``None`` if nothing is missing."""
+    plan = case.plan
+    missing = {
+        f"stage 1 or 2, but this is stage {plan.stage}": plan.stage not in (1, 2, AUTO),
+        "gradient_clipping 0, because clipping measures the norm": clips(case),
+        "the optimizer on the device": active(offload_section(plan, "optimizer")),
+    }
+    return next((needs for needs, holds in missing.items() if holds), None)
+
+
+def _where_no_sum(case: Case) -> str | None:
+    """Where DeepSpeed cannot sum gradients; ``None`` if it can here."""
+    refusals = {
+        "with DeepCompile": value_at(case.plan, "compile.deepcompile", None) is True,
+        "with ZenFlow": zero_extra(case.plan, "zenflow") is not None,
+        "at stage 3": case.plan.stage == 3,
+    }
+    return next((where for where, holds in refusals.items() if holds), None)
 
 
 SETTING_RULES: Final = (
@@ -317,6 +340,28 @@ SETTING_RULES: Final = (
         summary="ZenFlow needs the optimizer in host memory.",
         reason="DeepSpeed rejects ZenFlow without offload of the optimizer",
         edits=(ON_CPU, REMOVAL),
+    ),
+    setting_rule(
+        "gradient-norm",
+        "error",
+        {f"{ZERO_PATH}.compute_grad_norm": is_one(False)},
+        when=lambda case: case.plan.stage != AUTO and _needed_without_norm(case),
+        words=lambda case: {"needs": _needed_without_norm(case)},
+        summary="``compute_grad_norm: false`` needs stage 1 or 2, no clipping and no optimizer "
+        "offload.",
+        reason="DeepSpeed accepts compute_grad_norm: false only with {needs}",
+        edits=(REMOVAL,),
+    ),
+    setting_rule(
+        "gradient-sum",
+        "error",
+        {"gradient_allreduce_op": lambda value: isinstance(value, str) and value.lower() == "sum"},
+        when=_where_no_sum,
+        words=lambda case: {"where": _where_no_sum(case)},
+        summary="DeepSpeed cannot sum gradients over ranks at stage 3, with ZenFlow or with "
+        "DeepCompile.",
+        reason="DeepSpeed does not support summed gradients {where}",
+        edits=(REMOVAL, *writes("mean")),
     ),
     setting_rule(
         "zenflow-convolutions",

@@ -25,11 +25,9 @@ from zerotune.plan.rules.rule import (
     Findings,
     Rule,
     active,
-    clips,
     integer,
     offload_section,
     rule,
-    zero_extra,
 )
 from zerotune.plan.schema import faults, passed_schema
 from zerotune.plan.section import (
@@ -242,48 +240,6 @@ def passed_through(case: Case, this: Rule) -> Findings:
             elif key in keys:
                 for each in faults(value, keys[key], path):
                     yield attrs.evolve(each, rule=this.id)
-
-
-@rule(
-    "gradient-norm",
-    "error",
-    reason="DeepSpeed accepts compute_grad_norm: false only with {needs}",
-    edits=(REMOVAL,),
-)
-def gradient_norm(case: Case, this: Rule) -> Findings:
-    """``compute_grad_norm: false`` needs stage 1 or 2, no clipping and no optimizer offload."""
-    plan = case.plan
-    if zero_extra(plan, "compute_grad_norm") is not False or plan.stage == AUTO:
-        return
-    problems = {
-        f"stage 1 or 2, but this is stage {plan.stage}": plan.stage not in (1, 2),
-        "gradient_clipping 0, because clipping measures the norm": clips(case),
-        "the optimizer on the device": active(offload_section(plan, "optimizer")),
-    }
-    needs = next((needs for needs, broken in problems.items() if broken), None)
-    if needs is not None:
-        yield this.finding("zero_optimization.compute_grad_norm", False, needs=needs)
-
-
-@rule(
-    "gradient-sum",
-    "error",
-    reason="DeepSpeed does not support summed gradients {where}",
-    edits=(REMOVAL, *writes("mean")),
-)
-def gradient_sum(case: Case, this: Rule) -> Findings:
-    """DeepSpeed cannot sum gradients over ranks at stage 3, with ZenFlow or with DeepCompile."""
-    plan, value = case.plan, case.plan.extra.get("gradient_allreduce_op")
-    if not isinstance(value, str) or value.lower() != "sum":
-        return
-    refusals = {
-        "with DeepCompile": value_at(plan, "compile.deepcompile", None) is True,
-        "with ZenFlow": zero_extra(plan, "zenflow") is not None,
-        "at stage 3": plan.stage == 3,
-    }
-    where = next((where for where, holds in refusals.items() if holds), None)
-    if where is not None:
-        yield this.finding("gradient_allreduce_op", value, where=where)
 
 
 @rule(
