@@ -243,7 +243,6 @@ def _commands(
         ["convert", str(file), "--to", chance.choice(formats), "-o", f"out{case.suffix}"],
         ["explain", str(file), *chance.choice((["--json"], [])), *size],
         ["explain", str(file), "--family", "sdxl", "--accelerator", "cuda"],
-        ["diff", str(file), str(file)],
     )
     for arguments in chance.sample(commands, 2):
         name = " ".join(each for each in arguments if each != str(file))
