@@ -21,7 +21,7 @@ from zerotune.checkpoint import load_checkpoint, save_checkpoint
 from zerotune.ema import EMAShadow
 from zerotune.ema.stores import DeviceStore, FileStore, HostStore
 from zerotune.plan.context import DeviceUpdate, EngineName, Streaming
-from zerotune.plan.facts import ModelFacts
+from zerotune.plan.facts import ModelFacts, inner_tensors
 from zerotune.plan.optimizer.resolver import OptimizerResolver
 from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.platform import Platform
@@ -130,7 +130,8 @@ class Case:
     """``"off"``, ``"on"``, ``"reentrant"``, or ``"offloaded"``, which copies inputs to the host."""
     lora: bool = False
     quantized: str = ""
-    """Type of the 4-bit base of adapters; not quantized if empty."""
+    """Storage of the base of adapters: ``"nf4"``, ``"fp8"`` by diffusers' layerwise casting, or
+    ``"torchao"`` for its fp8; not quantized if empty."""
     ema: str = "host"
     """Where the EMA is: ``"host"``, ``"device"`` or ``"file"``."""
     ema_every: int = 1
@@ -154,7 +155,16 @@ class Case:
 def make_model(case: Case) -> torch.nn.Module:
     torch.manual_seed(0)
     model = FAMILIES[case.family][0]()
-    if case.quantized:
+    if case.quantized == "fp8":
+        model.bfloat16().enable_layerwise_casting(
+            storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16
+        )
+    elif case.quantized == "torchao":
+        from torchao.quantization import Float8WeightOnlyConfig, quantize_
+
+        for block in (*model.bfloat16().transformer_blocks, *model.single_transformer_blocks):
+            quantize_(block, Float8WeightOnlyConfig())
+    elif case.quantized:
         _quantize(model, case.quantized)
     if case.lora:
         _add_adapters(case, model)
@@ -297,8 +307,11 @@ _RUNS = itertools.count()
 
 
 def digest(tensor: torch.Tensor) -> str:
-    content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.sha256(content.numpy().tobytes()).hexdigest()[:16]
+    found = hashlib.sha256()
+    for _, inner in inner_tensors(tensor.detach()):
+        content = inner.cpu().contiguous().flatten().view(torch.uint8)
+        found.update(content.numpy().tobytes())
+    return found.hexdigest()[:16]
 
 
 def contents(engine: Any, ema: EMAShadow) -> dict[str, str]:
@@ -441,6 +454,10 @@ def _matrix() -> Iterator[Case]:
         streamed("Flux, LoRA, no clipping, reentrant", family="flux", lora=True, clipping=0.0,
             checkpointing="reentrant"),
         streamed("LoRA on nf4", lora=True, quantized="nf4", family="flux"),
+        streamed("LoRA on fp8", lora=True, quantized="fp8", family="flux"),
+        streamed("LoRA on fp8, checkpointing", lora=True, quantized="fp8", family="flux",
+            checkpointing="on"),
+        streamed("LoRA on torchao's fp8", lora=True, quantized="torchao", family="flux"),
         streamed("EMA on the device", ema="device"),
         streamed("EMA in a file", ema="file"),
         streamed("EMA in a file, no clipping", ema="file", clipping=0.0),
@@ -501,6 +518,7 @@ def _matrix() -> Iterator[Case]:
         resident("compiled", compiled="aot_eager"),
         resident("LoRA", lora=True),
         resident("LoRA on nf4", lora=True, quantized="nf4", family="flux"),
+        resident("LoRA on fp8", lora=True, quantized="fp8", family="flux"),
         resident("stage 1", stage=1),
         resident("stage 3", stage=3),
         resident("stage 3, parameters in host memory", stage=3, offload_param="cpu"),

@@ -96,8 +96,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def lacking(case: Case) -> str | None:
     """Return what this machine lacks for a case."""
-    if case.quantized and not find_spec("bitsandbytes"):
-        return "bitsandbytes is not installed"
+    package = {"fp8": "diffusers", "torchao": "torchao"}.get(case.quantized, "bitsandbytes")
+    if case.quantized and not find_spec(package):
+        return f"{package} is not installed"
     if case.offload == "nvme" and not Path("/usr/include/libaio.h").exists():
         return "libaio's header is missing (apt install libaio-dev)"
     return None

@@ -359,7 +359,7 @@ def test_torchao_quantizes_while_loading_and_stage_3_is_refused(sd3):
     for stage in (2, 3):
         resolved = DeepSpeedPlan.build(stage=stage, precision="bf16").resolve(world_size=1)
         with pytest.raises(
-            EngineError, match=r"torchao's tensors do not support.*BitsAndBytesConfig"
+            EngineError, match=r"torchao and optimum-quanto do not support.*BitsAndBytesConfig"
         ):
             check_quantized(loaded.model, resolved)
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.needs import needs
 from zerotune.plan import ModelFacts
-from zerotune.plan.facts import ParameterFacts
+from zerotune.plan.facts import ParameterFacts, inner_tensors
 
 torch = needs("torch", may_lack="what a plan knows of a model is asked of modules here")
 
@@ -62,13 +62,40 @@ def test_eight_bit_and_gguf_tensors_keep_their_shape_and_count_stored_bytes():
 )
 def test_torchao_tensors_keep_shape_and_count_stored_bytes(dtype, storage):
     told = {
-        "__tensor_flatten__": lambda _: (["qdata", "scale", "block"], {}),
+        "__tensor_flatten__": lambda _: (["qdata", "scale"], {"block": (1, 4)}),
         "qdata": torch.zeros(8, 4, dtype=dtype),
         "scale": torch.zeros(8, 1, dtype=torch.bfloat16),
-        "block": (1, 4),
     }
     facts = facts_of(looking_like("Int8Tensor", "torchao.quantization", torch.zeros(8, 4), **told))
     assert (facts.shape, facts.storage, facts.stored_bytes) == ((8, 4), storage, 32 + 16)
+
+
+def test_weights_inside_wrapped_weights_are_counted_and_named():
+    told = {"__tensor_flatten__": lambda _: (["qdata", "scale"], {})}
+    inner = {"qdata": torch.zeros(8, 4, dtype=torch.int8), "scale": torch.zeros(8, 1)}
+    outer = {"qdata": looking_like("Packed", "torchao.dtypes", torch.zeros(8, 4), **told, **inner)}
+    weight = looking_like("Outer", "optimum.quanto", torch.zeros(8, 4), **told, **inner | outer)
+    names = [name for name, _ in inner_tensors(weight, "to_q.weight")]
+    assert names == [f"to_q.weight.{end}" for end in ("qdata.qdata", "qdata.scale", "scale")]
+    assert (facts_of(weight).storage, facts_of(weight).stored_bytes) == ("int8", 32 + 32 + 32)
+
+
+def test_weights_that_are_cast_for_a_layers_forward_pass_count_one_byte_each():
+    weight = torch.zeros(8, 4, dtype=torch.float8_e4m3fn)
+    facts = facts_of(torch.nn.Parameter(weight, requires_grad=False))
+    assert (facts.shape, facts.storage, facts.stored_bytes) == ((8, 4), "fp8", 32)
+
+
+def test_streamed_units_of_quantized_weights_count_stored_bytes():
+    plain = ModelFacts.from_shapes([(f"blocks.{n}.weight", (64, 64)) for n in range(3)])
+    for storage, nbytes in (("nf4", 2048 + 256), ("fp8", 4096 + 4 * 64)):
+        frozen = [each.quantized(storage) for each in plain.parameters]
+        model = ModelFacts(parameters=frozen, units=("blocks.0", "blocks.1"))
+        for element in (2, 4):
+            found = model.streamed_by(element_bytes=element)
+            aligned = -(-nbytes // (256 * element)) * 256
+            assert found.frozen == (aligned, aligned)
+            assert found.resident_frozen == nbytes // element
 
 
 def test_weight_bytes_follow_the_storage_of_each_parameter():

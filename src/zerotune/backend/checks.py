@@ -64,11 +64,12 @@ def check_quantized(model: torch.nn.Module, plan: ResolvedPlan) -> None:
     if not quantized:
         return
     key, storage = f"model.{quantized[0].name}", quantized[0].storage
-    if any(is_torchao(parameter) for parameter in model.parameters()):
+    if any(is_wrapper(parameter) for parameter in model.parameters()):
         raise EngineError(
-            "DeepSpeed casts, communicates and partitions weights in ways that torchao's tensors "
-            "do not support ('Couldn't swap Linear.weight')",
-            "quantize with bitsandbytes (diffusers.BitsAndBytesConfig), which works at every stage",
+            "DeepSpeed casts, communicates and partitions weights in ways that the tensors of "
+            "torchao and optimum-quanto do not support ('Couldn't swap Linear.weight')",
+            "quantize with bitsandbytes (diffusers.BitsAndBytesConfig), which works at every "
+            'stage, or train with engine="host" and the optimizer in host memory',
             key,
             storage,
         )
@@ -82,9 +83,9 @@ def check_quantized(model: torch.nn.Module, plan: ResolvedPlan) -> None:
         )
 
 
-def is_torchao(parameter: torch.Tensor) -> bool:
-    """Return whether a weight is a torchao tensor, whose ``dtype`` describes dequantized values."""
-    return type(parameter).__module__.partition(".")[0] == "torchao"
+def is_wrapper(parameter: torch.Tensor) -> bool:
+    """Return whether a weight wraps other tensors, so that ``dtype`` is that of decoded values."""
+    return hasattr(parameter, "__tensor_flatten__")
 
 
 def check_model_dtype(model: torch.nn.Module, plan: ResolvedPlan) -> None:

@@ -29,7 +29,7 @@ from zerotune.backend.adapters import (
     find_adapters,
     read_others,
 )
-from zerotune.backend.checks import checked_dtype, is_torchao
+from zerotune.backend.checks import checked_dtype, is_wrapper
 from zerotune.backend.stored import bring_weights, standing_in
 from zerotune.backend.trained_parts import TrainedParts, components
 from zerotune.decisions import Decision, announce
@@ -310,7 +310,7 @@ def _cast_base(model: torch.nn.Module, dtype: torch.dtype) -> tuple[Decision, ..
     frozen = [
         p
         for p in model.parameters()
-        if not p.requires_grad and p.is_floating_point() and not is_torchao(p)
+        if not p.requires_grad and p.is_floating_point() and not is_wrapper(p)
     ]
     before = sorted({str(p.dtype).removeprefix("torch.") for p in frozen if p.dtype != dtype})
     for parameter in frozen:

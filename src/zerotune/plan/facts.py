@@ -84,34 +84,47 @@ class ParameterFacts:
         kind = type(parameter)
         if kind.__name__ == "Params4bit" and getattr(parameter, "quant_state", None) is not None:
             state = parameter.quant_state
-            constants = [state.absmax, *([state.state2.absmax] if state.nested else [])]
-            return facts._kept(str(state.quant_type), state.shape, constants, parameter)
+            return facts._kept(str(state.quant_type), state.shape, inner_tensors(parameter))
         if kind.__name__ == "Int8Params" and str(parameter.dtype) == "torch.int8":
             # The first forward pass moves the scales from the parameter to the layer.
             return facts.quantized("int8")
         if kind.__name__ == "GGUFParameter":
-            return facts._kept(
-                f"gguf-{parameter.quant_type.name.lower()}", parameter.quant_shape, [], parameter
-            )
-        if kind.__module__.partition(".")[0] == "torchao":
-            inner = [getattr(parameter, each) for each in parameter.__tensor_flatten__()[0]]
-            inner = [each for each in inner if hasattr(each, "nbytes")]
-            names = [str(each.dtype).removeprefix("torch.") for each in inner]
-            storage = next(
-                (name for name in names if name == "int8" or name.startswith("float8")), "int4"
-            )
-            storage = "fp8" if storage.startswith("float8") else storage
-            return facts._kept(storage, shape, inner, None)
-        return facts
+            storage = f"gguf-{parameter.quant_type.name.lower()}"
+            return facts._kept(storage, parameter.quant_shape, [("", parameter)])
+        inner = tuple(inner_tensors(parameter))
+        names = [str(each.dtype).removeprefix("torch.") for _, each in inner]
+        codes = next((n for n in names if n == "int8" or n.startswith("float8")), "int4")
+        if inner[0][1] is parameter and not codes.startswith("float8"):
+            return facts
+        return facts._kept("fp8" if codes.startswith("float8") else codes, shape, inner)
 
     def _kept(
-        self, storage: str, shape: Iterable[int], beside: Iterable[Any], packed: Any
+        self, storage: str, shape: Iterable[int], inner: Iterable[tuple[str, Any]]
     ) -> ParameterFacts:
         """Return facts of a quantized weight, with the bytes of its elements and scales."""
-        taken = sum(int(each.nbytes) for each in beside)
-        if packed is not None:
-            taken += int(getattr(packed, "ds_numel", packed.numel())) * packed.element_size()
+        taken = sum(int(getattr(t, "ds_numel", t.numel())) * t.element_size() for _, t in inner)
         return attrs.evolve(self, shape=tuple(shape), storage=storage, stored_bytes=taken)
+
+
+def inner_tensors(tensor: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the tensors that store a weight, each with the end of its name.
+
+    A weight of torchao or optimum-quanto wraps its codes and scales, and bitsandbytes keeps the
+    scales of 4-bit codes in an attribute. Any other weight is its only tensor.
+
+    Args:
+        tensor: The weight.
+        name: Text before the names.
+    """
+    if hasattr(tensor, "__tensor_flatten__"):
+        for attribute in tensor.__tensor_flatten__()[0]:
+            yield from inner_tensors(getattr(tensor, attribute), f"{name}.{attribute}")
+        return
+    yield name, tensor
+    if (state := getattr(tensor, "quant_state", None)) is not None:
+        yield f"{name}.absmax", state.absmax
+        if state.nested:
+            yield f"{name}.state2.absmax", state.state2.absmax
 
 
 STORAGES: Final[Mapping[str, tuple[float, float]]] = {
@@ -379,20 +392,47 @@ class ModelFacts:
             return self.parts(ranks)
         return tuple([-(-each.numel // ranks) for each in self.trainable])
 
-    @cached_property
+    @property
     def streamed(self) -> StreamedFacts:
-        """Size of each streamed unit, and of the weights that stay on the device, in elements."""
-        units, elements = set(self.units), {name: [0, 0] for name in self.units}
+        """``streamed_by`` with the default units, in a precision of 2 bytes per weight."""
+        return self.streamed_by()
+
+    @cached_property
+    def resident(self) -> StreamedFacts:
+        """``streamed`` without units: all weights stay on the device."""
+        return attrs.evolve(self, units=()).streamed
+
+    def streamed_by(self, named: Iterable[str] = (), *, element_bytes: int = 2) -> StreamedFacts:
+        """Return the size of each streamed unit, and of the weights that stay on the device.
+
+        Args:
+            named: Dotted names of modules; if none matches, ``units`` are streamed.
+            element_bytes: Bytes per element of unquantized weights.
+        """
+        names = tuple(parameter.name for parameter in self.parameters) if named else ()
+        found = [unit for unit in named if any(name.startswith(f"{unit}.") for name in names)]
+        outermost = (
+            unit for unit in found if not any(unit.startswith(f"{other}.") for other in found)
+        )
+        units = tuple(outermost) or self.units
+        # Cached, because every candidate of an advice sums the same thousands of parameters.
+        if (units, element_bytes) not in self._streamed:
+            self._streamed[units, element_bytes] = self._divided(units, element_bytes)
+        return self._streamed[units, element_bytes]
+
+    def _divided(self, units: Collection[str], element_bytes: int) -> StreamedFacts:
+        elements = {name: [0, 0] for name in units}
         rest = [0, 0]
         for each in self.parameters:
-            aligned = -(-each.numel // UNIT_ALIGNED) * UNIT_ALIGNED if each.numel else 0
+            numel = -(-each.nbytes(element_bytes) // element_bytes)
+            aligned = -(-numel // UNIT_ALIGNED) * UNIT_ALIGNED
             name = each.name
-            while name and name not in units:
+            while name and name not in elements:
                 name = name.rpartition(".")[0]
             if name:
                 elements[name][each.trainable] += aligned
             else:
-                rest[each.trainable] += aligned if each.trainable else each.numel
+                rest[each.trainable] += aligned if each.trainable else numel
         # Each unit streams the larger of its two kinds, frozen or trained.
         kinds = [(frozen, trained) for frozen, trained in elements.values() if frozen or trained]
         beside = sum(trained for frozen, trained in kinds if frozen >= trained)
@@ -404,25 +444,11 @@ class ModelFacts:
         )
 
     @cached_property
-    def resident(self) -> StreamedFacts:
-        """``streamed`` without units: all weights stay on the device."""
-        return attrs.evolve(self, units=()).streamed
-
-    def streamed_by(self, named: Iterable[str]) -> StreamedFacts:
-        """Return ``streamed`` with the named modules as units.
-
-        Args:
-            named: Dotted names of modules; if none matches, ``units`` are streamed.
-        """
-        names = tuple(parameter.name for parameter in self.parameters)
-        found = [unit for unit in named if any(name.startswith(f"{unit}.") for name in names)]
-        outermost = [
-            unit for unit in found if not any(unit.startswith(f"{other}.") for other in found)
-        ]
-        return attrs.evolve(self, units=tuple(outermost)).streamed if outermost else self.streamed
+    def _parts(self) -> dict[int, tuple[int, ...]]:
+        return {}
 
     @cached_property
-    def _parts(self) -> dict[int, tuple[int, ...]]:
+    def _streamed(self) -> dict[tuple[tuple[str, ...], int], StreamedFacts]:
         return {}
 
 
@@ -447,7 +473,10 @@ def resident_units(elements: int) -> int:
 
 @attrs.frozen(kw_only=True)
 class StreamedFacts:
-    """Numbers of streamed and resident elements, rounded up to multiples of ``UNIT_ALIGNED``."""
+    """Numbers of streamed and resident elements, rounded up to multiples of ``UNIT_ALIGNED``.
+
+    A quantized weight counts as the elements of the plan's precision that occupy as many bytes.
+    """
 
     trained: tuple[int, ...]
     """Number of elements of each streamed unit with trained weights."""

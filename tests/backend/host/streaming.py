@@ -20,7 +20,7 @@ from zerotune.backend.launch import Launch
 from zerotune.ema import EMAShadow
 from zerotune.optim import ParameterGroups
 from zerotune.plan.context import DeviceUpdate, EngineName, Streaming
-from zerotune.plan.facts import ModelFacts
+from zerotune.plan.facts import ModelFacts, inner_tensors
 from zerotune.plan.optimizer.resolver import OptimizerResolver
 from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.training.setup import build_engine
@@ -332,7 +332,10 @@ def weights_of(module: torch.nn.Module) -> dict[str, list[torch.Tensor]]:
         module.named_parameters(remove_duplicate=False),
         module.named_buffers(remove_duplicate=False),
     )
-    return {name: [value.detach().clone()] for name, value in named}
+    return {
+        name: [tensor.detach().clone() for _, tensor in inner_tensors(value)]
+        for name, value in named
+    }
 
 
 def contents(engine: Any, ema: Any = None) -> dict[str, list[torch.Tensor]]:

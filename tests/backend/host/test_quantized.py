@@ -22,11 +22,9 @@ from tests.backend.host.streaming import (
 )
 from tests.support.needs import needs
 from tests.support.ranks import ranks
-from zerotune.backend.host import obstacles
 from zerotune.backend.host.obstacles import why_not_hosted
 from zerotune.ema import EMAShadow
 from zerotune.plan.context import Streaming
-from zerotune.plan.facts import ModelFacts
 from zerotune.plan.optimizer.resolver import OptimizerResolver
 from zerotune.plan.plan import DeepSpeedPlan
 
@@ -38,12 +36,44 @@ RUN = Run(family="flux", lora=True, steps=4)
 
 
 def quantized(run: Run, kind: str) -> Any:
-    """Build a tiny Flux whose blocks are 4-bit, with adapters."""
-    import bitsandbytes as bnb
-
+    """Build a tiny Flux whose blocks are quantized, with adapters."""
     torch.manual_seed(0)
     model = FAMILIES[run.family][0]()
-    for block in (*model.transformer_blocks, *model.single_transformer_blocks):
+    blocks = (*model.transformer_blocks, *model.single_transformer_blocks)
+    package, _, storage = kind.rpartition(" ")
+    if package:
+        needs(package, may_lack=WHY)
+        model.bfloat16()
+    if kind == "cast":
+        model.bfloat16().enable_layerwise_casting(
+            storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16
+        )
+    elif package == "torchao":
+        from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+
+        wanted = {"fp8": Float8WeightOnlyConfig, "int8": Int8WeightOnlyConfig}[storage]
+        for block in blocks:
+            quantize_(block, wanted())
+    elif package == "optimum.quanto":
+        from optimum import quanto
+
+        for block in blocks:
+            quanto.quantize(block, weights={"fp8": quanto.qfloat8, "int8": quanto.qint8}[storage])
+            quanto.freeze(block)
+    else:
+        needs("bitsandbytes", may_lack=WHY)
+        _quantize(blocks, kind)
+    add_adapters(run, model)
+    model.train()
+    if run.checkpointing == "on":
+        model.enable_gradient_checkpointing()
+    return model
+
+
+def _quantize(blocks: Any, kind: str) -> None:
+    import bitsandbytes as bnb
+
+    for block in blocks:
         for part in list(block.modules()):
             for name, child in list(part.named_children()):
                 if type(child) is torch.nn.Linear:
@@ -56,37 +86,59 @@ def quantized(run: Run, kind: str) -> Any:
                         )
                     made.load_state_dict(child.state_dict())
                     setattr(part, name, made.to("cpu"))
-    add_adapters(run, model)
-    model.train()
-    if run.checkpointing == "on":
-        model.enable_gradient_checkpointing()
-    return model
+
+
+UNCLIPPED = attrs.evolve(RUN, clipping=0.0, checkpointing="on")
 
 
 @pytest.mark.parametrize(
     ("run", "kind"),
     [
-        (attrs.evolve(RUN, clipping=0.0, checkpointing="on"), "nf4"),
+        (UNCLIPPED, "nf4"),
         (RUN, "fp4"),
-        (attrs.evolve(RUN, clipping=0.0, checkpointing="on"), "int8"),
+        (UNCLIPPED, "int8"),
         (RUN, "int8"),
+        (UNCLIPPED, "cast"),
+        (RUN, "cast"),
+        (UNCLIPPED, "torchao fp8"),
+        (RUN, "torchao fp8"),
+        (RUN, "torchao int8"),
+        (UNCLIPPED, "optimum.quanto fp8"),
+        (RUN, "optimum.quanto fp8"),
+        (RUN, "optimum.quanto int8"),
     ],
     ids=str,
 )
-def test_streaming_a_quantized_base_equals_zero_2_bit_for_bit(run, kind):
-    needs("bitsandbytes", may_lack=WHY)
+def test_streaming_a_quantized_base_equals_a_resident_one_bit_for_bit(run, kind):
     kept = []
+    # DeepSpeed accepts no tensors that wrap others.
+    engine = "host" if " " in kind else "deepspeed"
     for streamed in (None, Streaming(window=2)):
-        with start(run, quantized(run, kind), streamed=streamed) as engine:
-            ema = EMAShadow(decay=0.9).attach(engine)
-            kept.append(advance(run, engine, range(run.steps), ema))
-            kept[-1]["contents"] = contents(engine, ema)
+        told = {"streamed": streamed, "engine": None if streamed else engine}
+        with start(run, quantized(run, kind), **told) as started:
+            ema = EMAShadow(decay=0.9).attach(started)
+            kept.append(advance(run, started, range(run.steps), ema))
+            kept[-1]["contents"] = contents(started, ema)
             if streamed:
-                assert engine.counts.evicted
-                assert {str(unit.host.dtype) for unit in engine._units if not unit.resident} == {
-                    "torch.int8" if kind == "int8" else "torch.uint8"
-                }
+                assert started.counts.evicted
+                units = [unit for unit in started._units if not unit.resident]
+                assert {unit.host.dtype for unit in units} == {torch.uint8}
+                streams = {name.rpartition(".")[2] for unit in units for name in names_in(unit)}
+                assert SCALES.get(kind.rpartition(" ")[0] or kind, set()) <= streams
     assert not differences(*kept)
+
+
+def names_in(unit: Any) -> list[str]:
+    return [member.name for member in unit.members]
+
+
+SCALES = {
+    "nf4": {"absmax"},
+    "fp4": {"absmax"},
+    "torchao": {"qdata", "scale"},
+    "optimum.quanto": {"_data", "_scale"},
+}
+"""Names of the tensors that move with the codes of quantized weights."""
 
 
 @pytest.mark.parametrize("streamed", [None, Streaming(window=2)], ids=["resident", "streamed"])
@@ -106,9 +158,8 @@ def test_validation_between_steps_does_not_change_them(kind, streamed):
     assert not differences(*kept)
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("kind", ["nf4", "int8", "torchao fp8"])
 def test_a_deep_copy_of_the_model_can_read_its_streamed_weights(kind):
-    needs("bitsandbytes", may_lack=WHY)
     with start(RUN, quantized(RUN, kind), streamed=Streaming(window=2)) as engine:
         advance(RUN, engine, range(1))
         copied = copy.deepcopy(engine.module)
@@ -124,14 +175,21 @@ def test_a_deep_copy_of_the_model_can_read_its_streamed_weights(kind):
             assert float(loss_of(RUN, Plain(), 5)) == float(loss_of(RUN, engine, 5))
 
 
-def test_other_quantized_bases_stay_on_the_device_with_a_reason(monkeypatch):
-    facts = ModelFacts.from_module(make_model(RUN))
-    frozen = next(each for each in facts.parameters if not each.trainable)
-    facts = attrs.evolve(facts, parameters=(frozen.quantized("fp8"), *facts.parameters[1:]))
-    monkeypatch.setattr(obstacles.ModelFacts, "from_module", lambda _: facts)
+class Hidden(torch.nn.Parameter):
+    """A weight whose values only its own operators can read, as diffusers' GGUF weights."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_weights_that_hide_their_values_are_refused_with_a_reason():
+    model = make_model(RUN)
+    layer = model.transformer_blocks[0].attn.to_q.base_layer
+    layer.weight = Hidden(layer.weight.data, requires_grad=False)
     plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="bf16")
     resolved = OptimizerResolver().resolve(plan.resolve(streamed=True, world_size=1))
-    assert why_not_hosted(resolved, make_model(RUN)) == (
-        "a base model in fp8 stays on the device; bitsandbytes' weights "
-        "(nf4, fp4, int8) are streamed"
+    name = "transformer_blocks.0.attn.to_q.base_layer.weight"
+    assert why_not_hosted(resolved, model).startswith(
+        f"the values of {name} are hidden in a Hidden"
     )

@@ -23,7 +23,6 @@ from zerotune.backend.checks import (
     DTYPES,
     Checks,
     RunningGroup,
-    check_quantized,
     expected_groups,
     share_buffers,
 )
@@ -107,7 +106,6 @@ class HostEngine(CountingEngine):
     def _start(self, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float) -> None:
         self._plan, self._module, self._timeout_s = plan, model, timeout_s
         named = self._join(model, plan)
-        check_quantized(model, plan)
         pinned = pin_exactly(plan)
         read = self._read(model, plan)
         shared = share_buffers(model, self._group)
@@ -250,6 +248,8 @@ class HostEngine(CountingEngine):
         for unit in self._units:
             for member in unit.members if not unit.resident else ():
                 stream_weight(unit, member, self._residency.inside)
+        for module in needs:
+            self._residency.inside.know(module)
         self._versions = {
             m.name: m.parameter._version for unit in self._units for m in unit.members
         }

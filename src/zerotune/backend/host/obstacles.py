@@ -13,12 +13,8 @@ from zerotune.backend.step.adams import torch_rounds_alike
 from zerotune.backend.step.kernel import load_host_step
 from zerotune.errors import OptimizerError, PlatformError
 from zerotune.plan.context import Streaming
-from zerotune.plan.facts import ModelFacts
 from zerotune.plan.plan import ResolvedPlan
 from zerotune.plan.resolved import host_obstacle
-
-_STREAMED_STORAGES = {"nf4", "fp4", "int8"}
-"""Quantization formats of a frozen base that can be streamed; all others use special tensors."""
 
 _ROUNDS_OTHERWISE = "this build of torch rounds differently from the op host_step"
 
@@ -73,15 +69,25 @@ def _strided_weight(model: torch.nn.Module) -> str | None:
 
 def _why_not_streamed(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
     """Why a model's weights cannot be streamed; ``None`` if they can."""
-    kept = {p.storage for p in ModelFacts.from_module(model).parameters if p.storage}
-    if other := sorted(kept - _STREAMED_STORAGES):
-        return (
-            f"a base model in {', '.join(other)} stays on the device; bitsandbytes' weights "
-            "(nf4, fp4, int8) are streamed"
-        )
+    for name, parameter in model.named_parameters():
+        if _is_opaque(parameter):
+            return (
+                f"the values of {name} are hidden in a {type(parameter).__name__}, which has no "
+                "__tensor_flatten__, so they cannot be copied unit by unit; quantize with "
+                "bitsandbytes, torchao or optimum-quanto, or leave the base model on the device"
+            )
     if not find_units(model, (plan.streaming or Streaming()).units):
         return "the model has no repeated blocks; set Streaming(units=...) to the modules to stream"
     return None
+
+
+def _is_opaque(parameter: torch.Tensor) -> bool:
+    """Whether a weight's values are neither its own nor those of tensors that can be listed."""
+    kind = type(parameter)
+    if hasattr(kind, "__tensor_flatten__"):
+        return parameter.requires_grad
+    is_plain = kind.__torch_function__ == torch.nn.Parameter.__torch_function__
+    return not is_plain and kind.__module__.partition(".")[0] != "bitsandbytes"
 
 
 def require_other_engine(plan: ResolvedPlan) -> None:

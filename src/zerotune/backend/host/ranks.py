@@ -35,7 +35,7 @@ from zerotune.backend.host.sharing import (
     WrittenByAll,
 )
 from zerotune.backend.host.steps import StreamedSteps, Window
-from zerotune.backend.host.units import HostMemory, Unit
+from zerotune.backend.host.units import HostMemory, Unit, tensors_of
 from zerotune.backend.plain import join_plain
 from zerotune.backend.step_state import Stage
 from zerotune.decisions import Decision
@@ -203,9 +203,9 @@ class SharedHostEngine(HostEngine):
         streamed = {id(member.parameter) for unit in self._units for member in unit.members}
         # DeepSpeed broadcasts all parameters; here, those of units are already shared.
         with self._group.naming("the broadcast of unstreamed weights"):
-            for parameter in model.parameters():
-                if id(parameter) not in streamed and parameter.numel():
-                    dist.broadcast(parameter.data.view(torch.uint8), 0)
+            for tensor in tensors_of(model):
+                if id(tensor) not in streamed and tensor.numel():
+                    dist.broadcast(tensor.data.view(-1).view(torch.uint8), 0)
         return needs
 
     @override

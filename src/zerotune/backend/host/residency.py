@@ -89,7 +89,7 @@ class Residency:
         self._capacity, self._lane, self._hurry, self._before = capacity, lane, hurry, before
         self.counts = HostCounts()
         self._lock = threading.RLock()
-        self.inside = Inside()
+        self.inside = Inside({})
         """Calls of units that the current thread is executing."""
         self._trace: list[Unit] = []
         self._order: list[Unit] = []

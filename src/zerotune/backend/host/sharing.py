@@ -26,7 +26,7 @@ from zerotune._util.closing import Closable
 from zerotune._util.proc import ENDED
 from zerotune.backend.accelerator import current_accelerator
 from zerotune.backend.distributed import ProcessGroup, together
-from zerotune.backend.host.units import HostMemory, Unit
+from zerotune.backend.host.units import HostMemory, Unit, tensors_of
 from zerotune.backend.roll_call import LOOK_S
 from zerotune.errors import CollectiveError, EngineError
 from zerotune.plan.facts import UNIT_ALIGNED
@@ -170,7 +170,8 @@ class SharedHostMemory(HostMemory, Closable):
             group: The ranks.
             pin: Whether to page-lock the weights.
         """
-        sizes = (_paged((p.numel() + UNIT_ALIGNED) * p.element_size()) for p in model.parameters())
+        tensors = tensors_of(model)
+        sizes = (_paged((t.numel() + UNIT_ALIGNED) * t.element_size()) for t in tensors)
         return cls(group, nbytes=sum(sizes), pin=pin)
 
     @override

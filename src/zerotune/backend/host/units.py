@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
 
@@ -22,11 +22,16 @@ from zerotune.backend.step.adams import (
 from zerotune.decisions import Decision
 from zerotune.errors import EngineError
 from zerotune.plan.context import MastersName
-from zerotune.plan.facts import UNIT_ALIGNED, outermost_modules, repeated_modules
+from zerotune.plan.facts import (
+    UNIT_ALIGNED,
+    inner_tensors,
+    outermost_modules,
+    repeated_modules,
+)
 
 NamedModules = list[tuple[str, torch.nn.Module]]
-Kind = tuple[bool, torch.dtype]
-"""Whether parameters are trained, and their dtype."""
+Kind = tuple[bool, torch.dtype | None]
+"""Whether parameters are trained, and their dtype; frozen ones of all dtypes move together."""
 
 
 # -- Host memory of units, and this process's share of their elements.
@@ -102,14 +107,24 @@ class HostMemory:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Member:
-    """One parameter of a unit."""
+    """One parameter of a unit, or a tensor that stores values of a quantized one."""
 
     name: str
-    parameter: torch.nn.Parameter
+    parameter: torch.Tensor
+    dtype: torch.dtype
+    """Dtype of the weights in the unit's memory."""
     span: slice
     """Range of the parameter's elements in the unit's flat tensors."""
     group: int | None
     """Index of the optimizer's group; ``None`` if frozen."""
+
+    def within(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the parameter's weights.
+
+        Args:
+            flat: A flat tensor of the unit.
+        """
+        return flat[self.span].view(self.dtype).view(self.parameter.shape)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -203,8 +218,7 @@ class Unit:
 
     Args:
         name: Name of the module.
-        members: Names and parameters; they have the same dtype, and are either all trained or all
-            frozen.
+        members: Names and parameters, all trained and of the same dtype, or all frozen.
         order: Position of every trained parameter in ZeRO-2's flat buffers.
         device: Device that the model computes on.
         memory: Host memory for the weights.
@@ -218,7 +232,7 @@ class Unit:
         self,
         *,
         name: str,
-        members: Sequence[tuple[str, torch.nn.Parameter]],
+        members: Sequence[tuple[str, torch.Tensor]],
         order: FlatOrder,
         device: torch.device,
         memory: HostMemory,
@@ -228,8 +242,9 @@ class Unit:
         in_place: bool = False,
     ) -> None:
         self.name, self.resident, self._pid = name, resident, os.getpid()
-        dtype = members[0][1].dtype
-        self.members, self.numel = _laid_out(members, order)
+        dtypes = {parameter.dtype for _, parameter in members}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+        self.members, self.numel = _laid_out(members, order, dtype)
         self.host = memory.weights(self.numel, dtype)
         # In fp32 these are the master weights, which writes to the model must not change.
         self.in_place = in_place and dtype != torch.float32
@@ -237,9 +252,9 @@ class Unit:
         if not self.in_place:
             self.flat = torch.empty(self.numel, dtype=dtype, device=device)
         for member in self.members:
-            flat, parameter = self.flat[member.span], member.parameter
-            memory.fill(self.host[member.span], parameter.data.reshape(-1))
-            parameter.data = flat.view(parameter.shape)
+            parameter = member.parameter
+            memory.fill(self.host[member.span], parameter.data.reshape(-1).view(dtype))
+            parameter.data = member.within(self.flat)
         memory.filled()
         trained = self.members[0].group is not None
         self.slabs: tuple[UnitSlab, ...] = ()
@@ -349,7 +364,7 @@ class Unit:
 
     def of_member(self, member: Member) -> torch.Tensor:
         """Return ``member``'s weights in host memory, without waiting for a pending update."""
-        return self.host[member.span].view(member.parameter.shape)
+        return member.within(self.host)
 
     def allocate(self) -> None:
         """Allocate memory on the device."""
@@ -425,14 +440,17 @@ STORED_OTHERWISE: Final = {
 
 
 def _laid_out(
-    members: Sequence[tuple[str, torch.nn.Parameter]], order: FlatOrder
+    members: Sequence[tuple[str, torch.Tensor]], order: FlatOrder, dtype: torch.dtype
 ) -> tuple[tuple[Member, ...], int]:
     """Assign positions to parameters, sorted by group; also return the total number of elements."""
     at, placed = 0, []
     for name, parameter in sorted(members, key=lambda member: order.group_of(member[0]) or 0):
-        span, group = slice(at, at + parameter.numel()), order.group_of(name)
-        placed.append(Member(name=name, parameter=parameter, span=span, group=group))
-        at += -(-parameter.numel() // UNIT_ALIGNED) * UNIT_ALIGNED
+        numel, group = parameter.nbytes // dtype.itemsize, order.group_of(name)
+        span = slice(at, at + numel)
+        placed.append(
+            Member(name=name, parameter=parameter, dtype=parameter.dtype, span=span, group=group)
+        )
+        at += -(-numel // UNIT_ALIGNED) * UNIT_ALIGNED
     return tuple(placed), at
 
 
@@ -491,12 +509,16 @@ def make_units(
     Returns:
         All units, with resident ones last, and the streamed units that each module needs.
     """
-    names = {id(p): name for name, p in model.named_parameters()}
+    names = {
+        id(tensor): inner
+        for name, parameter in model.named_parameters()
+        for inner, tensor in inner_tensors(parameter, name)
+    }
     outside = _outside(model, modules)
     units: list[Unit] = []
     owner: dict[int, Unit] = {}
 
-    def add(name: str, parameters: Sequence[torch.nn.Parameter], *, resident: bool) -> None:
+    def add(name: str, parameters: Sequence[torch.Tensor], *, resident: bool) -> None:
         unit = Unit(
             name=name,
             members=[(names[id(p)], p) for p in parameters],
@@ -512,22 +534,23 @@ def make_units(
         owner.update((id(p), unit) for p in parameters)
 
     for name, module in modules:
-        free = (p for p in module.parameters() if id(p) not in owner and id(p) not in outside)
+        free = (t for t in tensors_of(module) if id(t) not in owner and id(t) not in outside)
         kinds = _kinds(free, names, order)
         if kinds:
             largest = max(kinds.values(), key=lambda kind: sum(p.nbytes for p in kind))
             add(name, largest, resident=False)
-    rest = _kinds((p for p in model.parameters() if id(p) not in owner), names, order)
+    rest = _kinds((t for t in tensors_of(model) if id(t) not in owner), names, order)
     for (trained, dtype), parameters in rest.items():
         for number, part in enumerate(_divided(parameters, resident) if trained else ()):
             name = f"resident {str(dtype).removeprefix('torch.')} {number}"
             add(name, part, resident=True)
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in (*tensors_of(model), *model.buffers()):
         if id(tensor) not in owner:
             tensor.data = tensor.data.to(device)
         if (quantized := getattr(tensor, "quant_state", None)) is not None:
-            # The quantization state stays on the device, whether its weight is streamed or not.
+            # The codebook stays on the device, whether the weight is streamed or not.
             quantized.to(device)
+    _follow_inner_tensors(model)
     for layer in model.modules():
         weight: Any = layer._parameters.get("weight")
         if type(weight).__name__ == "Int8Params" and weight.dtype == torch.int8:
@@ -551,38 +574,71 @@ def _let_compute_with(weight: Any, layer: Any, unit: Unit | None) -> None:
 
 def _streamed_in(module: torch.nn.Module, owner: Mapping[int, Unit]) -> list[Unit]:
     """The streamed units that a call of a module needs."""
-    found = dict.fromkeys(owner[id(p)] for p in module.parameters() if id(p) in owner)
+    found = dict.fromkeys(owner[id(t)] for t in tensors_of(module) if id(t) in owner)
     return [unit for unit in found if not unit.resident]
 
 
+def tensors_of(module: torch.nn.Module, *, recurse: bool = True) -> Iterator[torch.Tensor]:
+    """Yield the tensors that store a module's parameters."""
+    for parameter in module.parameters(recurse):
+        for _, tensor in inner_tensors(parameter):
+            yield tensor
+
+
+def _follow_inner_tensors(model: torch.nn.Module) -> None:
+    """Put weights that wrap other tensors on the device to which these tensors have moved."""
+    replaced: dict[int, Any] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if hasattr(parameter, "__tensor_flatten__"):
+                wrapped = replaced.setdefault(id(parameter), wrap_again(parameter))
+                module._parameters[name] = wrapped
+
+
+def wrap_again(tensor: Any, change: Callable[[Any], Any] = lambda inner: inner) -> Any:
+    """Return a new parameter that wraps the same tensors as a parameter, or changed ones.
+
+    Args:
+        tensor: A frozen parameter, or a tensor that it wraps.
+        change: Function from a wrapped tensor to the one in its place.
+    """
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return change(tensor)
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: wrap_again(getattr(tensor, name), change) for name in names}
+    wrapped = tensor.__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+    # The constructor of parameters would wrap copies.
+    wrapped._is_param = True
+    return wrapped
+
+
 def _outside(model: torch.nn.Module, modules: NamedModules) -> set[int]:
-    """Ids of parameters that are also used by a module outside all units."""
+    """Ids of tensors that are also used by a module outside all units."""
     inside = {id(part) for _, module in modules for part in module.modules()}
     return {
-        id(parameter)
+        id(tensor)
         for part in model.modules()
         if id(part) not in inside
-        for parameter in part.parameters(recurse=False)
+        for tensor in tensors_of(part, recurse=False)
     }
 
 
 def _kinds(
-    parameters: Iterator[torch.nn.Parameter], names: Mapping[int, str], order: FlatOrder
-) -> dict[Kind, list[torch.nn.Parameter]]:
-    kinds: dict[Kind, list[torch.nn.Parameter]] = {}
+    parameters: Iterator[torch.Tensor], names: Mapping[int, str], order: FlatOrder
+) -> dict[Kind, list[torch.Tensor]]:
+    kinds: dict[Kind, list[torch.Tensor]] = {}
     for parameter in parameters:
         if parameter.numel():
-            kind = order.group_of(names[id(parameter)]) is not None, parameter.dtype
+            trained = order.group_of(names[id(parameter)]) is not None
+            kind = trained, parameter.dtype if trained else None
             kinds.setdefault(kind, []).append(parameter)
     return kinds
 
 
-def _divided(
-    parameters: Sequence[torch.nn.Parameter], count: int
-) -> Iterator[list[torch.nn.Parameter]]:
+def _divided(parameters: Sequence[torch.Tensor], count: int) -> Iterator[list[torch.Tensor]]:
     """Yield consecutive parameters in at most ``count`` lists of about equal size."""
     size = sum(parameter.numel() for parameter in parameters) / count
-    found: list[torch.nn.Parameter] = []
+    found: list[torch.Tensor] = []
     for parameter in parameters:
         found.append(parameter)
         if sum(each.numel() for each in found) >= size:

@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import attrs
 import torch
 
+from zerotune.backend.host.units import wrap_again
 from zerotune.backend.step.awaited import BESIDE_THE_CONTENT, OF_THE_SHAPE, Awaited
 from zerotune.errors import EngineError
+from zerotune.plan.facts import inner_tensors
 
 if TYPE_CHECKING:
     from zerotune.backend.host.units import Member, Unit
@@ -65,6 +67,8 @@ class StreamedWeight:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if func in _WITHOUT_VALUES or (_are_here(args) and _are_here(kwargs.values())):
+                if func == _SET_DATA and isinstance(args[0], StreamedWeight):
+                    args = args[0], _assigned(*args)
                 return func(*args, **kwargs)
             if func == _SET_DATA:
                 return _refuse_other(args[0], args[1])
@@ -243,6 +247,17 @@ def _stays(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     return parameter if same else None
 
 
+def _assigned(parameter: Any, values: torch.Tensor) -> torch.Tensor:
+    """The values that a call of the unit assigns, or the unit's memory if they end a cast.
+
+    diffusers' layerwise casting makes a weight wider for its layer's forward pass and narrow again
+    afterwards, which does not change the weight.
+    """
+    unit, member = _home(parameter).unit, _home(parameter).member
+    is_cast_back = values.dtype == member.dtype != parameter.dtype
+    return member.within(unit.flat) if is_cast_back else values
+
+
 def _refuse_other(parameter: Any, values: torch.Tensor) -> None:
     own = _home(parameter).weights()
     if values is parameter or (
@@ -262,10 +277,33 @@ def _refuse_other(parameter: Any, values: torch.Tensor) -> None:
 
 
 class Inside(threading.local):
-    """Registry of the unit calls in progress in each thread."""
+    """Registry of the unit calls in progress in each thread.
 
-    def __init__(self) -> None:
+    Args:
+        wrapped: The parameters of each module that wrap streamed tensors; filled by ``know``.
+    """
+
+    def __init__(self, wrapped: dict[torch.nn.Module, Sequence[_Wrapped]]) -> None:
         self._entered: list[tuple[torch.nn.Module, Sequence[Unit], ExitStack]] = []
+        self._wrapped = wrapped
+
+    def know(self, module: torch.nn.Module) -> None:
+        """Let parameters that wrap streamed tensors use these only inside calls of ``module``.
+
+        Operators reach wrapped tensors without ``__torch_function__``.
+
+        Args:
+            module: A streamed module; it gets parameters that wrap the weights in host memory.
+        """
+        self._wrapped[module] = [
+            _Wrapped(place=part._parameters, name=name, inside=parameter)
+            for part in module.modules()
+            for name, parameter in part._parameters.items()
+            if hasattr(parameter, "__tensor_flatten__")
+            and all(isinstance(inner, StreamedWeight) for _, inner in inner_tensors(parameter))
+        ]
+        for each in self._wrapped[module]:
+            each.leave()
 
     def has(self, unit: Unit) -> bool:
         """Return whether the current thread is in a call of ``unit``."""
@@ -283,7 +321,10 @@ class Inside(threading.local):
         """
         around = ExitStack()
         if _is_compiled(module):
-            around.callback(_stream_again, _released(module))
+            around.callback(_stream_again, _released(units))
+        for each in self._wrapped.get(module, ()):
+            each.place[each.name] = each.inside
+            around.callback(each.leave)
         self._entered.append((module, units, around))
 
     def leave(self, module: torch.nn.Module) -> None:
@@ -305,6 +346,27 @@ class Inside(threading.local):
             self._entered.pop()[2].close()
 
 
+@attrs.frozen(kw_only=True, eq=False)
+class _Wrapped:
+    """A parameter that wraps streamed tensors."""
+
+    place: Any
+    """The parameters of its module."""
+    name: str
+    inside: Any
+    """The parameter inside calls of its unit."""
+    outside: Any = attrs.field(init=False)
+    """The same weights in host memory."""
+
+    @outside.default
+    def _outside(self) -> Any:
+        return wrap_again(self.inside, lambda inner: _home(inner).weights().detach())
+
+    def leave(self) -> None:
+        """Let the module use the weights in host memory."""
+        self.place[self.name] = self.outside
+
+
 def _is_compiled(module: torch.nn.Module) -> bool:
     # Do not import the compiler, which takes seconds; if code is compiled, it is imported already.
     return "torch._dynamo" in sys.modules and any(
@@ -313,12 +375,13 @@ def _is_compiled(module: torch.nn.Module) -> bool:
     )
 
 
-def _released(module: torch.nn.Module) -> list[Any]:
+def _released(units: Sequence[Unit]) -> list[Any]:
     """Give streamed parameters their original class, and return them.
 
     Compilers check the class, even with torch functions disabled in this thread.
     """
-    found: list[Any] = [p for p in module.parameters() if isinstance(p, StreamedWeight)]
+    members: list[Any] = [member.parameter for unit in units for member in unit.members]
+    found = [each for each in members if isinstance(each, StreamedWeight)]
     for parameter in found:
         parameter.__class__ = parameter._home.kind
     return found

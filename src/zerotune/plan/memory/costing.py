@@ -106,7 +106,9 @@ class Costing:
         """Size of each streamed unit, and of the weights that stay on the device, in elements."""
         if self.resolved.streaming is None:
             return self.model.resident
-        return self.model.streamed_by(self.resolved.streaming.units)
+        return self.model.streamed_by(
+            self.resolved.streaming.units, element_bytes=self.unit_element
+        )
 
     @property
     def master_bytes(self) -> int:
