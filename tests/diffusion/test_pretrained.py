@@ -349,7 +349,7 @@ def test_torchao_quantizes_while_loading_and_stage_3_is_refused(sd3):
 
     config = diffusers.TorchAoConfig(Int8WeightOnlyConfig())
     loaded = load_pretrained(sd3, parts=False, plan=PLAN, quantization=config)
-    assert "quantized by TorchAoConfig" in loaded.decisions[0].after
+    assert "quantized with TorchAoConfig" in loaded.decisions[0].after
     facts = ModelFacts.from_module(loaded.model)
     plain = ModelFacts.from_module(load_pretrained(sd3, parts=False).model)
     assert facts.numel == plain.numel

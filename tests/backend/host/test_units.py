@@ -108,7 +108,11 @@ def made(model: torch.nn.Module, trained: bool = True) -> tuple[list, dict]:
 def test_the_state_of_every_quantized_weight_is_moved_to_the_device():
     model, moved = Web().requires_grad_(False), []
     for name, parameter in model.named_parameters():
-        parameter.quant_state = SimpleNamespace(to=lambda _device, name=name: moved.append(name))
+        parameter.quant_state = SimpleNamespace(
+            absmax=torch.zeros(1),
+            nested=False,
+            to=lambda _device, name=name: moved.append(name),
+        )
     made(model)
     assert moved == [name for name, _ in model.named_parameters()]
 
