@@ -117,7 +117,7 @@ def test_collective_calls_begin_at_a_barrier_that_names_their_purpose(monkeypatc
         "draw": "drawing images",
         "run on an average": "running with averaged weights",
         "gather an average": "gathering the weights",
-        "save in the background": "saving checkpoint nowhere/step",
+        "save in the background": "making a BackgroundSaver",
     }
 
     def come(_, purpose, **__):
