@@ -543,7 +543,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "embedding.md"
 WHOLE = PAGE.read_text().partition("## A single object")[2].partition("\n## ")[0]
 PROGRAMS = re.findall(r"```python\n(.*?)```", WHOLE, flags=re.DOTALL)
 PRINTED = {
-    "OptimizerResolver": "DeepSpeedCPUAdam",
     "EMAShadow": "from the weights",
     "cleanup_stale_swap": "CleanupReport",
     "detect_platform": "True deepspeed",
