@@ -136,7 +136,7 @@ RELATED = {
     },
     f"{_DATA}.ImageFolder": {
         f"{_DATA}.sources": "ImageSource ImageItem JoinedSources RepeatedSource",
-        f"{_DATA}.images": "BrokenImage write_broken",
+        f"{_DATA}.images": "BrokenImage",
     },
     f"{_DATA}.ClipFolder": {
         f"{_DATA}.clips": "ClipSource",

@@ -16,7 +16,6 @@ from zerotune.checkpoint.export.model import export_checkpoint
 from zerotune.checkpoint.folders import verify_checkpoint
 from zerotune.diffusion.data import ImageFolder
 from zerotune.diffusion.data.cache import CacheSettings, TensorCache
-from zerotune.diffusion.data.images import write_broken
 from zerotune.ema import EMAShadow, FileStore
 from zerotune.errors import ZeroTuneError
 from zerotune.offload import OffloadManager, cleanup_stale_swap
@@ -58,7 +57,6 @@ def writing(trainer: Trainer, root: Path) -> dict[str, Work]:
         "report": report.save,
         "a shadow": lambda path: EMAShadow(store=FileStore(folder=path)).attach(engine),
         "cache": cached,
-        "broken images": lambda path: write_broken([], path),
         "swap": swapping,
     }
 

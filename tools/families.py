@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import attrs
+import diffusers
 
-from zerotune.diffusion.facts import configuration_digest, count_facts
+from zerotune.diffusion.configuration import ARGUMENTS, Configuration
+from zerotune.diffusion.facts import count_facts
 from zerotune.diffusion.models import declared
 from zerotune.plan.families import facts_to_json
 
@@ -44,14 +46,23 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.8g}") if isinstance(value, float) else value
 
 
+def write_arguments() -> None:
+    """Write the default arguments of all model classes, which digests of configurations need."""
+    configurations = [Configuration(config) for config, _ in CONFIGURATIONS.values()]
+    classes = {each.name: each.default_arguments() for each in configurations}
+    known = {"diffusers": diffusers.__version__, "classes": classes}
+    ARGUMENTS.write_text(json.dumps(known, sort_keys=True, default=repr) + "\n")
+
+
 def main() -> None:
+    write_arguments()
     for name in sys.argv[1:] or CONFIGURATIONS:
         config, resolution = CONFIGURATIONS[name]
         kind = getattr(declared, EDITING[name]) if name in EDITING else None
         facts = attrs.evolve(count_facts(config, family=kind), name=name)
         data = _rounded(facts_to_json(facts)) | {
             "class": config["_class_name"],
-            "configuration": configuration_digest(config),
+            "configuration": Configuration(config).digest,
             "resolution": resolution,
         }
         if name in FRAMES:

@@ -21,7 +21,7 @@ from zerotune.diffusion import sample as sample
 from zerotune.diffusion.data import AspectBuckets as AspectBuckets
 from zerotune.diffusion.data import ImageFolder as ImageFolder
 from zerotune.diffusion.data import PreparedImages as PreparedImages
-from zerotune.diffusion.facts import model_facts as model_facts
+from zerotune.diffusion.model_facts import model_facts as model_facts
 from zerotune.ema import EMAShadow as EMAShadow
 from zerotune.errors import ZeroTuneError as ZeroTuneError
 from zerotune.offload import OffloadManager as OffloadManager

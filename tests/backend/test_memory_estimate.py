@@ -19,7 +19,8 @@ from tests.support.runs import PLAIN, Case, start
 from tests.support.sampling import nightly, sampled
 from zerotune import load_pretrained
 from zerotune._util.proc import return_freed_memory
-from zerotune.diffusion.facts import example_inputs, model_facts
+from zerotune.diffusion.facts import example_inputs
+from zerotune.diffusion.model_facts import model_facts
 from zerotune.diffusion.passes import fuses_norm
 from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.context import Streaming

@@ -114,6 +114,9 @@ class TestWhatIsWritten:
 
         found = written(tmp_path)
         assert (found["model"], found["adapters"]) == ("someone/pipeline", {"rank": 8})
+        assert found["family"] == family
+        run = RunFile.load(tmp_path / "run" / "run.yaml")
+        assert run.facts().numel > model_family(family).facts.numel, "known without the model"
         plan = DeepSpeedPlan.from_json(tmp_path / "run" / "plan.json")
         assert plan.optimizer.params["lr"] == 1e-4
 

@@ -17,13 +17,14 @@ from tests.support.models import tiny_unet
 from tests.support.needs import needs
 from zerotune.diffusion import LoRA, add_lora
 from zerotune.diffusion import facts as counting
+from zerotune.diffusion.configuration import ARGUMENTS, Configuration
 from zerotune.diffusion.facts import (
     example_inputs,
     frames_per_latent,
     latent_scale,
     measure_step,
-    model_facts,
 )
+from zerotune.diffusion.model_facts import model_facts
 from zerotune.diffusion.models.declared import Flux
 from zerotune.diffusion.passes import both_passes
 from zerotune.diffusion.passes import counting as counting_passes
@@ -222,7 +223,7 @@ def test_a_catalogued_configuration_is_neither_built_nor_measured(counted, monke
     def built(_config):
         raise AssertionError("it was built")
 
-    monkeypatch.setattr(counting._Configuration, "build", built)
+    monkeypatch.setattr(Configuration, "build", built)
     for config, name in [
         ({"_class_name": "QwenImageTransformer2DModel"}, "qwen-image"),
         ({"_class_name": "WanTransformer3DModel"}, "wan-14b"),
@@ -270,13 +271,49 @@ def test_facts_of_a_configuration_are_computed_once(counted):
 
 def test_damaged_cached_facts_are_computed_again(counted, monkeypatch, tmp_path):
     first = model_facts(UNET)
-    for file in counting._Configuration(UNET).file.parent.iterdir():
+    for file in Configuration(UNET).file.parent.iterdir():
         file.write_text('{"name": 3}')
     assert model_facts(UNET) == first
     assert len(counted) == 2
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert model_facts(UNET) == first, "a cache that cannot be written changes nothing"
+
+
+def test_the_stored_arguments_are_those_of_the_installed_classes():
+    stored = json.loads(ARGUMENTS.read_text())
+    assert stored["diffusers"] == diffusers.__version__
+    assert stored["classes"].keys() == {model_family(name).class_name for name in family_names()}
+    for name, arguments in stored["classes"].items():
+        own = Configuration({"_class_name": name}).default_arguments()
+        assert arguments == json.loads(json.dumps(own, default=repr)), name
+
+
+def test_the_digest_of_another_diffusers_version_comes_from_the_class(monkeypatch, tmp_path):
+    known = Configuration(UNET).digest
+    other = json.loads(ARGUMENTS.read_text()) | {"diffusers": "0.1.0"}
+    other["classes"]["UNet2DConditionModel"]["in_channels"] = 5
+    file = tmp_path / "arguments.json"
+    monkeypatch.setattr("zerotune.diffusion.configuration.ARGUMENTS", file)
+    file.write_text(json.dumps(other))
+    assert Configuration(UNET).digest == known
+    file.write_text(json.dumps(other | {"diffusers": diffusers.__version__}))
+    assert Configuration(UNET).digest != known
+
+
+def test_known_facts_are_found_without_torch(counted):
+    measured = model_facts(UNET)
+    code = (
+        "import sys\n"
+        "from zerotune import model_facts\n"
+        "assert model_facts({'_class_name': 'QwenImageTransformer2DModel'}).activations\n"
+        f"assert model_facts({UNET}).numel == {measured.numel}\n"
+        "assert sys.modules.keys().isdisjoint({'torch', 'diffusers'})\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_facts_of_a_catalogued_model_are_found_without_transformers():

@@ -136,7 +136,7 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def reading_regular(path: Path) -> Iterator[IO[bytes]]:
+def reading_regular(path: str | Path) -> Iterator[IO[bytes]]:
     """Open a regular file for reading; fail for a FIFO instead of waiting for its writer."""
     with os.fdopen(open_regular(path), "rb") as file:
         yield file

@@ -207,7 +207,7 @@ def _run_file(
     photos = str(Path(arguments.photos).expanduser().resolve())
     run = {
         "model": model,
-        **({"family": arguments.family} if ":" in arguments.family else {}),
+        "family": arguments.family,
         "data": {"folder": photos, "resolution": resolution},
         "plan": "plan.json",
         **({"adapters": {"rank": arguments.lora}} if arguments.lora else {}),

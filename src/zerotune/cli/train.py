@@ -40,18 +40,15 @@ def run(arguments: argparse.Namespace) -> int:
     first = os.environ.get("RANK", "0") == "0"
     for decision in found.decisions if first else ():
         tell(str(decision))
-    if arguments.check:
-        # Loads torch, which knows the devices.
-        from zerotune.training.run import resolved
+    # Loads torch, which --schema does not need.
+    from zerotune.training.run import resolved, train
 
+    if arguments.check:
         plan = found.chosen_plan()
         if isinstance(plan, Advice):
             print_text(plan.explain() + "\n")
         print_text(resolved(found, plan).explain())
         return 0
-    # Loads torch, which the other options do not need.
-    from zerotune.training.run import train
-
     report = train(found)
     if first:
         print_text(report.render())

@@ -5,22 +5,19 @@ The model runs on the ``meta`` device, where nothing is computed or allocated.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import numpy as np
 import torch
 
-from zerotune._util.files import write_atomically
-from zerotune._util.text import json_of
 from zerotune.diffusion.activations import ActivationOffload
+from zerotune.diffusion.configuration import Configuration
 from zerotune.diffusion.known_families import named_family
 from zerotune.diffusion.models.declared import family_of_model
 from zerotune.diffusion.models.family import parameters_of
@@ -35,7 +32,7 @@ from zerotune.diffusion.passes import (
 )
 from zerotune.errors import InvalidValueError, MissingDependencyError
 from zerotune.plan.facts import ModelFacts, latent_frames
-from zerotune.plan.families import ModelFamily, facts_from_json, facts_to_json, family_of
+from zerotune.plan.families import ModelFamily
 from zerotune.plan.work import (
     SMALLEST_OFFLOADED,
     ActivationCost,
@@ -48,7 +45,6 @@ from zerotune.plan.work import (
 if TYPE_CHECKING:
     from zerotune.diffusion.models.pipeline_family import PipelineFamily
 
-_facts_log = logging.getLogger("zerotune")
 _CLIP_TOKENS: Final = 77
 _T5_TOKENS: Final = 256
 _FLUX_TOKENS: Final = 512
@@ -238,52 +234,27 @@ _POINTS: Final = ((2, 256), (2, 1024), (8, 512))
 would use different reduction operators."""
 
 
-def model_facts(
-    source: torch.nn.Module | Mapping[str, Any] | str | os.PathLike[str],
-    *,
-    inputs: MakeInputs | None = None,
-    activations: bool = True,
-    name: str | None = None,
-) -> ModelFacts:
-    """Return the names and shapes of a model's parameters, and its activation memory.
-
-    Facts about the families in ``zerotune.plan.families.family_names()`` are built in. Facts about
-    other configurations are measured in a few seconds, and stored in the user's cache folder.
-
-    Args:
-        source: A module (on the ``meta`` device unless ``activations=False``), a diffusers
-            configuration (a mapping with ``_class_name``), a ``config.json``, or a folder that
-            contains a ``config.json``. If it is a configuration, the model is built on the ``meta``
-            device, so its weights need no memory.
-        inputs: Function that creates the arguments of ``forward`` on the ``meta`` device.
-            ``inputs`` is not needed for diffusers' U-Nets, SD3 and Flux transformers, and models of
-            declared families.
-        activations: ``False`` omits activation memory, which saves a few seconds.
-        name: Name in reports; by default the class name.
-
-    Raises:
-        InvalidValueError: The class or file does not exist, or ``inputs`` is required but missing.
-        MissingDependencyError: The model's pipeline needs transformers, which is not installed.
-    """
-    if isinstance(source, torch.nn.Module):
-        facts = _facts_of_module(source, inputs=inputs, activations=activations)
-    else:
-        config = _Configuration.read(source)
-        facts = config.facts(inputs=inputs, activations=activations)
-        facts = attrs.evolve(facts, name=str(config.content["_class_name"]))
-    return facts if name is None else attrs.evolve(facts, name=name)
-
-
 def count_facts(
-    config: Mapping[str, Any], *, family: type[PipelineFamily] | None = None
+    config: Mapping[str, Any],
+    *,
+    family: type[PipelineFamily] | None = None,
+    blueprint: Blueprint | None = None,
 ) -> ModelFacts:
     """Measure facts about a model from its configuration, even if they are built in or cached.
 
     Args:
         config: Configuration of a diffusers model.
         family: Family that calls the model; by default the family of the model's class.
+        blueprint: Components of the family's pipeline; by default the usual ones.
     """
-    return _Configuration(config).count(family)
+    module = Configuration(config).build()
+    if family is None:
+        return facts_of_module(module, inputs=None, activations=True)
+    known = blueprint or Blueprint.usual(pipeline_class(family.pipeline))
+    make = _captured_inputs(family, module, known)
+    frames = family(blueprint=known).latent_space().frames if family.clips else None
+    facts = facts_of_module(module, inputs=_of_clips(make, frames), activations=True)
+    return attrs.evolve(facts, frames_per_latent=frames)
 
 
 def family_facts(
@@ -311,137 +282,28 @@ def family_facts(
             kind.model,
         )
     pipeline = pipeline_class(kind.pipeline)
-    blueprint, config = Blueprint.usual(pipeline), _Configuration({"_class_name": kind.model})
+    blueprint, config = Blueprint.usual(pipeline), Configuration({"_class_name": kind.model})
     if folder is not None:
         blueprint = Blueprint.read(Path(folder), pipeline)
-        config = _Configuration.read(Path(folder) / kind.component)
-    space, model = kind(blueprint=blueprint).latent_space(), cast("Any", config.build())
+        config = Configuration.read(Path(folder) / kind.component)
+    space, model = kind(blueprint=blueprint).latent_space(), config.build()
     side = None if kind.clips else model.config.get("sample_size")
     frames = parameters_of(pipeline.__call__).get("num_frames")
-    facts = attrs.evolve(config.count(kind, blueprint), name=kind.__name__)
+    facts = count_facts(config.content, family=kind, blueprint=blueprint)
     return ModelFamily(
         name=kind.__name__,
-        class_name=str(config.content["_class_name"]),
+        class_name=config.name,
         resolution=side * space.scale if isinstance(side, int) else _USUAL_SIDE,
-        facts=facts,
+        facts=attrs.evolve(facts, name=kind.__name__),
         configuration=config.digest,
         frames=int(frames.default) if kind.clips and frames is not None else None,
     )
 
 
-def configuration_digest(config: Mapping[str, Any]) -> str:
-    """Return a digest of a diffusers configuration, including the defaults of its class."""
-    return _Configuration(config).digest
-
-
-@attrs.frozen
-class _Configuration:
-    """A diffusers configuration, whose facts are part of zerotune, cached or measured."""
-
-    content: Mapping[str, Any]
-
-    @classmethod
-    def read(cls, source: Mapping[str, Any] | str | os.PathLike[str]) -> _Configuration:
-        if isinstance(source, Mapping):
-            return cls(source)
-        path = Path(source)
-        file = path / "config.json" if path.is_dir() else path
-        try:
-            config = json_of(file.read_text())
-        except (OSError, ValueError) as error:
-            raise InvalidValueError(
-                f"cannot be read as a diffusers configuration: {error}",
-                "pass the folder of a model, its config.json, or a mapping",
-                "source",
-                str(source),
-            ) from error
-        return cls(config if isinstance(config, Mapping) else {})
-
-    @property
-    def kind(self) -> Any:
-        import diffusers
-
-        name = self.content.get("_class_name")
-        kind = getattr(diffusers, name, None) if isinstance(name, str) else None
-        if kind is None or not hasattr(kind, "from_config"):
-            raise InvalidValueError(
-                "is not a diffusers model class",
-                'write the name of a model class, such as "UNet2DConditionModel"',
-                "_class_name",
-                name,
-            )
-        return kind
-
-    def build(self) -> torch.nn.Module:
-        with torch.device("meta"):
-            module: torch.nn.Module = self.kind.from_config(dict(self.content))
-        return module
-
-    @property
-    def digest(self) -> str:
-        kind = self.kind
-        arguments = inspect.signature(kind.__init__).parameters.values()
-        # Published files use null and false interchangeably.
-        full = {
-            each.name: self.content.get(each.name, each.default) or None
-            for each in arguments
-            if each.default is not inspect.Parameter.empty
-        }
-        text = json.dumps([kind.__name__, full], sort_keys=True, default=repr)
-        return hashlib.sha256(text.encode()).hexdigest()
-
-    def facts(self, *, inputs: MakeInputs | None, activations: bool) -> ModelFacts:
-        """Return facts as ``model_facts`` does; measured facts are cached."""
-        facts = None if inputs is not None else self._known()
-        if facts is not None:
-            return facts if activations else attrs.evolve(facts, activations=None, arithmetic=None)
-        if not activations or inputs is not None:
-            return _facts_of_module(self.build(), inputs=inputs, activations=activations)
-        facts, path = self.count(), self.file
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, json.dumps(facts_to_json(facts)).encode())
-        except OSError as error:
-            _facts_log.info("the facts of %s could not be cached: %s", facts.name, error)
-        return facts
-
-    def count(
-        self, family: type[PipelineFamily] | None = None, blueprint: Blueprint | None = None
-    ) -> ModelFacts:
-        """Measure the facts, without looking up known facts."""
-        _facts_log.info("measuring the activations of %s", self.content.get("_class_name"))
-        module = self.build()
-        if family is None:
-            return _facts_of_module(module, inputs=None, activations=True)
-        known = blueprint or Blueprint.usual(pipeline_class(family.pipeline))
-        make = _captured_inputs(family, module, known)
-        frames = family(blueprint=known).latent_space().frames if family.clips else None
-        facts = _facts_of_module(module, inputs=_of_clips(make, frames), activations=True)
-        return attrs.evolve(facts, frames_per_latent=frames)
-
-    def _known(self) -> ModelFacts | None:
-        if (catalogued := family_of(self.digest)) is not None:
-            return catalogued.facts
-        try:
-            return facts_from_json(json_of(self.file.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            return None
-
-    @property
-    def file(self) -> Path:
-        """Return the cache file; its name depends on zerotune, torch and diffusers."""
-        import diffusers
-
-        code = hashlib.sha256(f"{self.digest} {torch.__version__} {diffusers.__version__}".encode())
-        for source in sorted(Path(__file__).parent.rglob("*.py")):
-            code.update(source.read_bytes())
-        cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-        return Path(cache) / "zerotune" / "facts" / f"{code.hexdigest()}.json"
-
-
-def _facts_of_module(
+def facts_of_module(
     module: torch.nn.Module, *, inputs: MakeInputs | None, activations: bool
 ) -> ModelFacts:
+    """Return facts about a module, as ``model_facts`` does."""
     if activations and any(p.device.type != "meta" for p in module.parameters()):
         raise InvalidValueError(
             "activations can be measured only for a model on the meta device",
@@ -455,6 +317,7 @@ def _facts_of_module(
     )
     if not activations:
         return facts
+    logging.getLogger("zerotune").info("measuring the activations of %s", type(module).__name__)
     kept, computed = measure_step(module, inputs=inputs)
     return attrs.evolve(facts, activations=kept, arithmetic=computed)
 
@@ -470,7 +333,8 @@ def measure_step(
         inputs: Function that creates the arguments of ``forward``, as in ``model_facts``.
     """
     make = inputs or _of_clips(example_inputs(module), frames_per_latent(module))
-    module.to(torch.bfloat16)
+    # diffusers' own `to` warns about modules in fp32, even if there are none.
+    torch.nn.Module.to(module, torch.bfloat16)
     arguments = [make(batch, side, side) for batch, side in _POINTS]
     offloads = getattr(module, "_supports_gradient_checkpointing", False)
     offloaded = host = None
@@ -620,11 +484,6 @@ def _amount(counts: Sequence[int]) -> Amount:
 
 
 def _fit(peaks: Sequence[float]) -> ActivationCost:
-    rows = [[1.0, batch, batch * side * side] for batch, side in _POINTS]
-    # Minimise relative errors.
-    weights = 1.0 / np.maximum(np.asarray(peaks, dtype=float), 1.0)
-    solution, *_ = np.linalg.lstsq(
-        np.asarray(rows) * weights[:, None], np.asarray(peaks) * weights, rcond=None
-    )
+    (solution,) = _planes(np.asarray([peaks], dtype=float))
     base, per_sample, per_pixel = (max(0.0, float(value)) for value in solution)
     return ActivationCost(base=base, per_sample=per_sample, per_pixel=per_pixel)

@@ -53,7 +53,8 @@ def images_to_grid(
     pixels = ((images.float().cpu().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
     height, width = (side * upscale for side in pixels.shape[2:])
     rows = -(-len(pixels) // columns)
-    margin = _label_margin(row_labels, height)
+    longest = max(map(len, row_labels), default=0)
+    margin = round(0.7 * _font_size(height) * longest) + 8 if longest else 0
     canvas = Pillow.new(
         "L" if pixels.shape[1] == 1 else "RGB",
         (margin + columns * (width + gap) + gap, rows * (height + gap) + gap),
@@ -115,11 +116,6 @@ def clips_to_grid(clips: torch.Tensor, *, columns: int) -> list[Image]:
 
 def _font_size(height: int) -> int:
     return max(10, height // 2)
-
-
-def _label_margin(labels: Sequence[str], height: int) -> int:
-    longest = max((len(label) for label in labels), default=0)
-    return 0 if longest == 0 else round(0.7 * _font_size(height) * longest) + 8
 
 
 def _write_labels(canvas: Image, labels: Sequence[str], margin: int, height: int, gap: int) -> None:

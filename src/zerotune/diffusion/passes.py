@@ -457,7 +457,7 @@ class _FusedNorm(torch.autograd.Function):
         ctx: Any, counts: _Counts, given: torch.Tensor, weight: torch.Tensor | None
     ) -> torch.Tensor:
         ctx.counts = counts
-        counts.work["moved"] += 2 * _nbytes(given)
+        counts.work["moved"] += 2 * given.nbytes
         scale = torch.empty(given.shape[:-1], dtype=torch.float32, device=given.device)
         ctx.save_for_backward(given, weight, scale)
         return torch.empty_like(given)
@@ -465,7 +465,7 @@ class _FusedNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_gradients: torch.Tensor) -> Any:
         given, weight, _scale = ctx.saved_tensors
-        ctx.counts.work["moved"] += 3 * _nbytes(given)
+        ctx.counts.work["moved"] += 3 * given.nbytes
         return None, torch.empty_like(given), None if weight is None else torch.empty_like(weight)
 
 
@@ -500,10 +500,6 @@ def _fused_operators(counts: _Counts) -> Iterator[None]:
         mock.patch.object(functions, "rms_norm", norm),
     ):
         yield
-
-
-def _nbytes(value: Any) -> int:
-    return int(value.nbytes) if isinstance(value, torch.Tensor) else 0
 
 
 def _storage_key(tensor: torch.Tensor) -> int:

@@ -10,12 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerotune.diffusion.data.folder import parse_csv, parse_jsonl
+from zerotune.diffusion.data.folder import captions_by_file, csv_rows, json_rows
 from zerotune.errors import DataError
 
 names = st.from_regex(r"[a-zé ]{1,8}(/[a-z]{1,5})?\.png", fullmatch=True)
 captions = st.dictionaries(names, st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
 columns = {"source": "metadata", "file": "file_name", "caption": "text"}
+
+
+def parse_jsonl(text, *, source, **keys):
+    return captions_by_file(json_rows(text, source), source=source, **keys)
+
+
+def parse_csv(text, *, source, **keys):
+    return captions_by_file(csv_rows(text, source), source=source, **keys)
 
 
 @settings(max_examples=60, deadline=None)

@@ -228,6 +228,25 @@ def test_jpeg_files_with_an_orientation_are_read_upright(orientation):
     assert image_size(content, "header") == image_size(content, "whole")
 
 
+@pytest.mark.parametrize("exif", [False, True])
+def test_a_file_that_is_not_complete_is_broken(tmp_path, exif):
+    tags = Image.Exif()
+    tags[0x0112] = 6
+    whole = jpeg(exif=tags) if exif else jpeg()
+    size = (32, 48) if exif else (48, 32)
+    png = io.BytesIO()
+    Image.new("RGB", (48, 32)).save(png, "PNG")
+    file = tmp_path / "image"
+    for content in (whole, whole + bytes(5000)):
+        file.write_bytes(content)
+        assert image_size(content, "complete") == image_size(file, "complete") == size
+    for content in (whole[:-9], png.getvalue()[:-20]):
+        file.write_bytes(content)
+        for given in (file, content):
+            with pytest.raises(images.readable_errors()):
+                image_size(given, "complete")
+
+
 def test_a_jpeg_file_with_a_damaged_header_is_judged_as_pillow_judges_it(monkeypatch):
     content = jpeg()
     start, frame = content.index(b"\xff\xda"), content.index(b"\xff\xc0")
@@ -247,7 +266,7 @@ def test_a_jpeg_file_with_a_damaged_header_is_judged_as_pillow_judges_it(monkeyp
                 yield None
 
     ours = list(judged())
-    monkeypatch.setattr(images, "_size_of_jpeg", lambda _: None)
+    monkeypatch.setattr(images, "_size_of_jpeg", lambda *_: None)
     assert ours == list(judged())
     assert ours.count(None) > 50
     assert ours[-1] == (48, 32)

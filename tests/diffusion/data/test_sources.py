@@ -20,9 +20,6 @@ from zerotune.diffusion.data import (
     Preparation,
     TextBeside,
 )
-from zerotune.diffusion.data.images import (
-    write_broken,
-)
 from zerotune.diffusion.data.sources import JoinedSources, RepeatedSource
 from zerotune.errors import DataError, InvalidValueError, MissingDependencyError
 
@@ -31,9 +28,7 @@ def pixels(image):
     return np.asarray(image.convert("RGB")).astype(int)
 
 
-def test_a_folder_yields_all_its_images_and_lists_the_broken_ones(
-    folder, broken_names, tmp_path, caplog
-):
+def test_a_folder_yields_all_its_images_and_lists_the_broken_ones(folder, broken_names, caplog):
     _announced.clear()
     with caplog.at_level(logging.WARNING, logger="zerotune"):
         source = ImageFolder(folder)
@@ -49,9 +44,6 @@ def test_a_folder_yields_all_its_images_and_lists_the_broken_ones(
     assert (choice.key, choice.after) == ("data.captions", ".txt")
     assert (broken.before, broken.after) == (304, 300)
     assert "4 images are skipped: cut.jpg" in caplog.text
-    write_broken(source.broken, tmp_path / "broken.jsonl")
-    lines = (tmp_path / "broken.jsonl").read_text().splitlines()
-    assert [json.loads(line)["name"] for line in lines] == list(broken_names)
 
 
 def test_broken_files_stop_the_run_when_asked_and_are_never_used_unnoticed(folder, tmp_path):

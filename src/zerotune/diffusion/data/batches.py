@@ -156,7 +156,12 @@ def stack_named(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.T
     for name in rows[0] if rows else ():
         tensors = [row[name] for row in rows]
         if any(each != name and _masked(each) == _masked(name) for each in rows[0]):
-            tensors = _pad_rows(tensors)
+            longest = max(map(len, tensors))
+            # Zeros of length 0 for the longest tensors.
+            tensors = [
+                torch.cat([one, one.new_zeros(longest - len(one), *one.shape[1:])])
+                for one in tensors
+            ]
         shapes = sorted({tuple(tensor.shape) for tensor in tensors})
         if len(shapes) > 1:
             raise DataError(
@@ -188,13 +193,3 @@ def _masked(name: str) -> str:
     ``prompt_attention_mask``.
     """
     return name.replace(_MASK, "").replace("_attention", "_embeds")
-
-
-def _pad_rows(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    longest = max(len(tensor) for tensor in tensors)
-    return [
-        torch.cat([tensor, tensor.new_zeros(longest - len(tensor), *tensor.shape[1:])])
-        if len(tensor) < longest
-        else tensor
-        for tensor in tensors
-    ]

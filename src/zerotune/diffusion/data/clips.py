@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
@@ -156,7 +155,13 @@ class ClipFolder:
         )
         self._clips: list[Clip] = [clips[each.name] for each in self._items]
         folders = sum(isinstance(clip, FramesInFolder) for clip in self._clips)
-        self.decisions = (*decisions, *_rate_decision(rate, folders), *scanned)
+        undeclared = Decision(
+            "data.frame_rate",
+            None,
+            round(float(rate), 3),
+            f"{folders} clips are folders of images, which do not declare a frame rate",
+        )
+        self.decisions = (*decisions, *((undeclared,) if folders else ()), *scanned)
         announce(self.decisions)
 
     def __len__(self) -> int:
@@ -216,19 +221,6 @@ def _natural(path: Path) -> list[Any]:
     """Return a key that sorts numbers in names by value: 9 before 10."""
     parts = re.split(r"(\d+)", path.name)
     return [int(part) if place % 2 else part for place, part in enumerate(parts)] + [path.name]
-
-
-def _rate_decision(rate: Fraction, folders: int) -> tuple[Decision, ...]:
-    if not folders:
-        return ()
-    return (
-        Decision(
-            "data.frame_rate",
-            None,
-            round(float(rate), 3),
-            f"{folders} clips are folders of images, which do not declare a frame rate",
-        ),
-    )
 
 
 # -- The dataset.

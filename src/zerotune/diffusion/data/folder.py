@@ -10,12 +10,13 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 import attrs
 
-from zerotune._util.files import system_errors
+from zerotune._util.files import of_system, system_errors
 from zerotune._util.text import json_of
 from zerotune.decisions import Decision
 from zerotune.diffusion.data.images import (
@@ -31,7 +32,6 @@ from zerotune.diffusion.data.sources import (
     CaptionText,
     EncodedSource,
     SizeIndex,
-    Stamp,
     Words,
     by_reference,
     captions_in,
@@ -43,27 +43,13 @@ from zerotune.errors import DataError
 # -- Captions by file name, as Hugging Face's image folders have them.
 
 
-def parse_jsonl(text: str, *, source: str, file: str, caption: str) -> dict[str, Words]:
-    """Parse JSON Lines text into a mapping from file names to captions.
+def json_rows(text: str, source: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the line number and content of each JSON Lines row; blank lines are skipped.
 
     Args:
-        text: JSON Lines text; blank lines are skipped.
+        text: JSON Lines text.
         source: Name of the metadata file, for error messages.
-        file: Key of the image path, which is relative to the metadata file.
-        caption: Key of the caption, or of a list of captions.
     """
-    return _collect(_json_rows(text, source), source=source, file=file, caption=caption)
-
-
-def parse_csv(text: str, *, source: str, file: str, caption: str) -> dict[str, Words]:
-    """Parse CSV text with a header row into a mapping from file names to captions.
-
-    The arguments are the same as those of ``parse_jsonl``.
-    """
-    return _collect(_csv_rows(text, source), source=source, file=file, caption=caption)
-
-
-def _json_rows(text: str, source: str) -> Iterator[tuple[int, dict[str, Any]]]:
     # Not splitlines(), which splits at U+2028 and others that JSON strings may contain.
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), start=1):
         if not line.strip():
@@ -77,7 +63,11 @@ def _json_rows(text: str, source: str) -> Iterator[tuple[int, dict[str, Any]]]:
         yield number, row
 
 
-def _csv_rows(text: str, source: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def csv_rows(text: str, source: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the line number and columns of each row of CSV text with a header row.
+
+    The arguments are the same as those of ``json_rows``.
+    """
     reader = csv.reader(io.StringIO(text.removeprefix("\ufeff"), newline=""), strict=True)
     try:
         header = next(reader, [])
@@ -91,9 +81,17 @@ def _csv_rows(text: str, source: str) -> Iterator[tuple[int, dict[str, Any]]]:
         raise _bad_line(source, reader.line_num, f"is not CSV ({error})") from None
 
 
-def _collect(
+def captions_by_file(
     rows: Iterable[tuple[int, dict[str, Any]]], *, source: str, file: str, caption: str
 ) -> dict[str, Words]:
+    """Return the captions of rows, keyed by file name.
+
+    Args:
+        rows: Line number and content of each row.
+        source: Name of the metadata file, for error messages.
+        file: Key of the image path, which is relative to the metadata file.
+        caption: Key of the caption, or of a list of captions.
+    """
     captions: dict[str, Words] = {}
     for number, row in rows:
         for column in (file, caption):
@@ -160,29 +158,24 @@ class TextBeside:
         Raises:
             DataError: A text file is not UTF-8.
         """
-        found, listed, above = {}, _Listed(root), str(root)
+        found, above = {}, str(root)
+
+        @cache
+        def listed(place: str) -> dict[str, bool]:
+            # Names in a folder, and whether they are folders.
+            with suppress(FileNotFoundError), os.scandir(root / place) as entries:
+                return {e.name: e.is_dir() for e in entries if e.is_dir() or e.is_file()}
+            return {}
+
         for name in names:
             place, last = os.path.split(name)
-            there = listed[place]
+            there = listed(place)
             # A folder's name has no extension: "take.2" is the whole name.
             beside = (last if there.get(last) else os.path.splitext(last)[0]) + self.suffix
             if there.get(beside) is False:
                 text = _read_utf8(os.path.join(above, place, beside))
                 found[name] = captions_in(text, self.words)
         return found
-
-
-class _Listed(dict[str, dict[str, bool]]):
-    """Names in each folder, and whether they are folders or files; each folder is read once."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-
-    def __missing__(self, place: str) -> dict[str, bool]:
-        there = self[place] = {}
-        with suppress(FileNotFoundError), os.scandir(self._root / place) as found:
-            there |= {one.name: one.is_dir() for one in found if one.is_dir() or one.is_file()}
-        return there
 
 
 @attrs.frozen(kw_only=True)
@@ -208,8 +201,8 @@ class MetadataFile:
         path = root / self.name
         if not path.is_file():
             raise DataError("does not exist", f"add it to {root.name}", self.name)
-        parse = parse_csv if path.suffix == ".csv" else parse_jsonl
-        return parse(_read_utf8(path), source=self.name, file=self.file, caption=self.caption)
+        rows = (csv_rows if path.suffix == ".csv" else json_rows)(_read_utf8(path), self.name)
+        return captions_by_file(rows, source=self.name, file=self.file, caption=self.caption)
 
 
 class ImageFolder(EncodedSource):
@@ -232,8 +225,8 @@ class ImageFolder(EncodedSource):
             is named after its image, with any extension, such as ``conditions/cat.png`` for
             ``photos/cat.jpg``. With several folders, the first folder contains the first reference
             of each image, and so on.
-        check: ``"whole"``, the default, decodes every image at the start; ``"header"`` reads only
-            the size of each image.
+        check: ``"complete"``, the default, finds truncated files; ``"whole"`` decodes every image
+            at the start; ``"header"`` reads only the size of each image.
         on_broken: ``"skip"``, the default, skips broken images; ``"error"`` raises an error. An
             image also counts as broken if it is listed in the metadata but does not exist, if its
             mask has a different aspect ratio, or if its reference is missing.
@@ -251,7 +244,7 @@ class ImageFolder(EncodedSource):
         masks: str | None = MASK,
         references: str | None = REFERENCE,
         reference_folder: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
-        check: Check = "whole",
+        check: Check = "complete",
         on_broken: OnBroken = "skip",
     ) -> None:
         self._root = _checked_folder(root, key="root")
@@ -265,11 +258,12 @@ class ImageFolder(EncodedSource):
         names, self._beside = _paired(found, companion_endings(masks, references))
         for kind, folder in by_reference(apart, key="reference_folder").items():
             _pair_across(names, self._beside, folder, kind)
+        above = str(self._root)
         chosen, decisions = (captions, ()) if captions else caption_files(self._root)
         words = chosen.read(self._root, names)
         self._scan(
             names,
-            self._root.joinpath,
+            lambda name: os.path.join(above, name),
             lambda name: words.get(name, ""),
             check=check,
             on_broken=on_broken,
@@ -281,7 +275,10 @@ class ImageFolder(EncodedSource):
                 *apart,
                 check,
             ),
-            stamp=self._stamp,
+            stamp=lambda name: stamp_of(
+                os.path.join(above, file)
+                for file in (name, *sorted(self._beside.get(name, {}).values()))
+            ),
             beside=self._files_beside,
             companions=Counter(kind for others in self._beside.values() for kind in others),
             missing=[
@@ -299,10 +296,6 @@ class ImageFolder(EncodedSource):
         """Return the paths of an image's mask and references, keyed by kind."""
         return self._files_beside(self._items[index].name)
 
-    def _stamp(self, name: str) -> Stamp | None:
-        beside = sorted(self._beside.get(name, {}).values())
-        return stamp_of(os.path.join(self._root, file) for file in (name, *beside))
-
     def _files_beside(self, name: str) -> Mapping[str, Path | bytes]:
         return {kind: self._root / file for kind, file in self._beside.get(name, {}).items()}
 
@@ -313,12 +306,12 @@ def _paired(
     """Separate images from their companions, such as ``cat.mask.png`` beside ``cat.jpg``."""
     by_stem: dict[str, list[str]] = {}
     for name in names:
-        by_stem.setdefault(os.path.splitext(name)[0], []).append(name)
-    kinds = {f".{ending}": kind for kind, ending in endings.items()}
+        by_stem.setdefault(name.rpartition(".")[0], []).append(name)
+    kinds = {ending: kind for kind, ending in endings.items()}
     beside: dict[str, dict[str, str]] = {}
     taken = set()
     for stem, files in by_stem.items():
-        image, suffix = os.path.splitext(stem)
+        image, _, suffix = stem.rpartition(".")
         owners = by_stem.get(image, []) if suffix in kinds else []
         for owner in owners:
             beside.setdefault(owner, {})[kinds[suffix]] = files[0]
@@ -362,7 +355,7 @@ def _images_in(root: Path) -> list[str]:
         found += [
             above + name
             for name in files
-            if os.path.splitext(name)[1].lower() in SUFFIXES and not name.startswith(".")
+            if name[name.rfind(".") :].lower() in SUFFIXES and not name.startswith(".")
         ]
     # Sorted, because directory order differs between machines.
     return sorted(found)
@@ -382,12 +375,11 @@ def caption_files(root: Path) -> tuple[CaptionFiles, tuple[Decision, ...]]:
 
 def _read_utf8(path: str | Path) -> str:
     try:
-        with (
-            system_errors(DataError, path, "this caption file cannot be read"),
-            open(path, "rb", buffering=0) as file,
-        ):
+        with open(path, "rb", buffering=0) as file:
             text = file.read().decode("utf-8-sig")
         return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
+    except OSError as error:
+        raise of_system(DataError, error, path, "this caption file cannot be read") from error
     except UnicodeDecodeError as error:
         raise DataError(
             f"is not valid UTF-8 (byte {error.start})", "save the file as UTF-8", Path(path).name

@@ -44,8 +44,8 @@ class HuggingFaceImages(EncodedSource):
         reference: Name of the column with reference images: images before an edit, or conditions of
             a ControlNet. With several reference columns, every row needs an image in the first
             column; the others may be empty.
-        check: ``"whole"``, the default, decodes every image at the start; ``"header"`` reads only
-            the size of each image.
+        check: ``"complete"``, the default, finds truncated files; ``"whole"`` decodes every image
+            at the start; ``"header"`` reads only the size of each image.
         on_broken: ``"skip"``, the default, skips broken images; ``"error"`` raises an error.
 
     Raises:
@@ -60,7 +60,7 @@ class HuggingFaceImages(EncodedSource):
         image: str = "image",
         caption: str | None = "text",
         reference: str | Sequence[str] | None = None,
-        check: Check = "whole",
+        check: Check = "complete",
         on_broken: OnBroken = "skip",
     ) -> None:
         library = need("datasets", package="datasets")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib
 import io
-import json
 import os
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 import attrs
 
-from zerotune._util.files import reading_regular, system_errors, write_atomically
+from zerotune._util.files import open_regular, reading_regular, system_errors
 from zerotune.diffusion.data.buckets import Size
 from zerotune.errors import DataError, InvalidValueError, MissingDependencyError
 
@@ -41,10 +40,11 @@ class BrokenImage:
 
 OnBroken = Literal["skip", "error"]
 """Whether a source skips broken images, or stops at the first one."""
-Check = Literal["whole", "header"]
-"""How image files are checked: decoded completely, which finds truncated files before training, or
-only their headers, which is faster. PNG files are always read completely, because the orientation
-may be stored at the end."""
+Check = Literal["complete", "whole", "header"]
+"""How image files are checked. ``"complete"`` finds truncated files: it reads header and end of a
+JPEG file, and decodes files of other formats. ``"whole"`` decodes every file, and ``"header"`` only
+reads headers. PNG files are always read completely, because the orientation may be stored at the
+end."""
 
 
 def check_choice(value: Any, known: Sequence[str], *, key: str) -> None:
@@ -55,19 +55,22 @@ def check_choice(value: Any, known: Sequence[str], *, key: str) -> None:
         )
 
 
-def image_size(file: Path | bytes, check: Check) -> Size:
+def image_size(file: Path | str | bytes, check: Check) -> Size:
     """Return the width and height of an upright image; Pillow's errors propagate.
 
     Args:
         file: Path or bytes of an encoded image.
         check: How much of the file is read.
     """
-    found = _size_of_jpeg(file) if check == "header" else None
+    found = None if check == "whole" else _size_of_jpeg(file, check)
     if found is not None:
         return found
     with _open(file) as image:
         width, height = image.size
         orientation = _orientation(image)
+        if check == "complete" and image.format == "JPEG":
+            image.fp.seek(-2, os.SEEK_END)
+            check = "header" if image.fp.read() == _END else "whole"
         if check == "header":
             return (height, width) if orientation in _SWAPPED else (width, height)
         if image.format in _SCALED and orientation == 1:
@@ -75,8 +78,7 @@ def image_size(file: Path | bytes, check: Check) -> Size:
             image.draft(None, (width // 8, height // 8))
             image.load()
             return width, height
-    width, height = decode(file).size
-    return width, height
+    return decode(file).size
 
 
 def pillow(module: str) -> ModuleType:
@@ -104,7 +106,7 @@ def need(module: str, *, package: str, extra: str = "data") -> ModuleType:
         ) from error
 
 
-def decode(file: Path | bytes) -> Image:
+def decode(file: Path | str | bytes) -> Image:
     """Decode an image to 8-bit RGB or RGBA, upright according to its EXIF orientation.
 
     16-bit images are scaled to 8 bits, whereas Pillow would clip them to white.
@@ -133,26 +135,13 @@ def readable_errors() -> tuple[type[Exception], ...]:
     return (OSError, bomb, SyntaxError, ValueError, EOFError)
 
 
-def write_broken(broken: Iterable[BrokenImage], path: str | os.PathLike[str]) -> None:
-    """Write each broken image's name and defect to a file, one JSON object per line.
-
-    Args:
-        broken: Broken images, such as a source's ``broken`` attribute.
-        path: File to write; an existing file is replaced.
-
-    Raises:
-        DataError: The file cannot be written.
-    """
-    lines = [json.dumps(attrs.asdict(image), ensure_ascii=False) + "\n" for image in broken]
-    with system_errors(DataError, path, "the list of broken images cannot be written"):
-        write_atomically(Path(path), "".join(lines).encode())
-
-
 @contextmanager
 def reading(file: Path) -> Iterator[IO[bytes]]:
     """Open a dataset file for reading."""
-    purpose = "this dataset file cannot be read"
-    with system_errors(DataError, file, purpose), reading_regular(file) as opened:
+    with (
+        system_errors(DataError, file, "this dataset file cannot be read"),
+        reading_regular(file) as opened,
+    ):
         yield opened
 
 
@@ -164,16 +153,24 @@ def bytes_of(file: Path | bytes) -> bytes:
         return opened.read()
 
 
-def _size_of_jpeg(file: Path | bytes) -> Size | None:
+def _size_of_jpeg(file: Path | str | bytes, check: Check) -> Size | None:
     """Return the size of a plain JPEG file; ``None`` for any other, which Pillow has to judge.
 
     Pillow takes four times as long, and folders hold many thousands of files.
     """
     if isinstance(file, bytes):
-        head = file[:_HEADER_BYTES]
+        head, end = file[:_HEADER_BYTES], file[-2:]
     else:
-        with reading_regular(file) as opened:
-            head = opened.read(_HEADER_BYTES)
+        descriptor = open_regular(file)
+        try:  # A file object would take twice as long.
+            head = end = os.read(descriptor, _HEADER_BYTES)
+            if len(head) == _HEADER_BYTES:
+                os.lseek(descriptor, -2, os.SEEK_END)
+                end = os.read(descriptor, 2)
+        finally:
+            os.close(descriptor)
+    if check != "header" and not end.endswith(_END):
+        return None
     at, size = 2, None
     while head[:2] == b"\xff\xd8" and at + 10 <= len(head) and head[at] == 0xFF:
         kind, length, bits, height, width, layers = struct.unpack_from(">xBHBHHB", head, at)
@@ -189,6 +186,7 @@ def _size_of_jpeg(file: Path | bytes) -> Size | None:
 
 _HEADER_BYTES = 4096
 _SCAN = 0xDA
+_END = b"\xff\xd9"
 _FRAMES = frozenset((0xC0, 0xC1, 0xC2))
 _SKIPPED = frozenset((0xC4, 0xDB, 0xDD, 0xE0, 0xED, 0xEE, 0xFE))
 """Markers without a size or an orientation. EXIF and XMP (0xE1) may contain an orientation."""
@@ -196,7 +194,7 @@ _MANY_PIXELS = 2**26
 
 
 @contextmanager
-def _open(file: Path | bytes) -> Iterator[Any]:
+def _open(file: Path | str | bytes) -> Iterator[Any]:
     source = io.BytesIO(file) if isinstance(file, bytes) else reading_regular(file)
     with source as opened, pillow("Image").open(opened) as image:
         yield image

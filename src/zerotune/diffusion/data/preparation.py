@@ -152,14 +152,6 @@ class Augmentation:
         """
         return self._happens(self.flip, "flip", draw)
 
-    def drops_caption(self, draw: Draw) -> bool:
-        """Return whether the caption is replaced with the empty text.
-
-        Args:
-            draw: Index of the image and number of its previous uses.
-        """
-        return self._happens(self.caption_dropout, "caption", draw)
-
     def words(self, captions: Sequence[str], draw: Draw) -> str:
         """Return the caption for one use of an image; empty if the caption is dropped.
 
@@ -170,7 +162,7 @@ class Augmentation:
             captions: All captions of the image.
             draw: Index of the image and number of its previous uses.
         """
-        if self.drops_caption(draw):
+        if self._happens(self.caption_dropout, "caption", draw):
             return ""
         captions = captions or ("",)
         turn, place = divmod(draw.epoch, len(captions))

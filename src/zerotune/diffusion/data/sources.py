@@ -12,7 +12,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeVar, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    Literal,
+    Protocol,
+    TypeVar,
+    get_args,
+    runtime_checkable,
+)
 
 import attrs
 
@@ -242,14 +251,9 @@ Words = str | Sequence[str]
 """One or several captions."""
 
 
-def all_of(found: Words) -> tuple[str, ...]:
-    """Return all captions that are not empty."""
-    return tuple(text for text in ((found,) if isinstance(found, str) else found) if text)
-
-
 def worded(found: Words) -> dict[str, Any]:
     """Convert one or several captions to keyword arguments of ``ImageItem``."""
-    texts = all_of(found)
+    texts = tuple(text for text in ((found,) if isinstance(found, str) else found) if text)
     return {"caption": texts[0] if texts else "", "further": texts[1:]}
 
 
@@ -379,7 +383,7 @@ class EncodedSource:
     def _scan(
         self,
         names: Iterable[str],
-        encoded: Callable[[str], Path | bytes],
+        encoded: Callable[[str], Path | str | bytes],
         words: Callable[[str], Words],
         *,
         check: Check,
@@ -408,7 +412,7 @@ class EncodedSource:
             missing: Broken images that are not in ``names``.
             decisions: Earlier decisions.
         """
-        check_choice(check, ("whole", "header"), key="check")
+        check_choice(check, get_args(Check), key="check")
         counts = companions or {}
         self.companions = frozenset(counts)
         edits, several = not self.companions.isdisjoint(REFERENCES), has_several_references(self)

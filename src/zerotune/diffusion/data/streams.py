@@ -80,7 +80,7 @@ class _OrderedStream(ABC):
         world_size: int | None,
         **loading: Any,
     ) -> None:
-        check_micro_batch(micro_batch_size)
+        whole(micro_batch_size, key="micro_batch_size", fix="write 1")
         if rank is None or world_size is None:
             here = rank_and_world_size()
             rank = here[0] if rank is None else rank
@@ -539,11 +539,6 @@ def no_place(key: str, value: Any) -> DataError:
         key,
         value,
     )
-
-
-def check_micro_batch(size: int) -> None:
-    """Check that a micro batch size is at least 1."""
-    whole(size, key="micro_batch_size", fix="write 1")
 
 
 def check_rank(rank: int, world_size: int) -> None:

@@ -545,17 +545,13 @@ class QwenImageEdit(ReadingFamily, QwenImage):
         self, pipeline: Any, images: Tensor, area: int
     ) -> tuple[tuple[int, int], list[Any]]:
         height, width = images.shape[-2:]
-        size = self._size_for(area, width / height)
+        module = sys.modules[self.known_blueprint().kind.__module__]
+        size = module.calculate_dimensions(area, width / height)[:2]
         pictures = pipeline.image_processor.numpy_to_pil(
             pipeline.image_processor.pt_to_numpy(images.float() / 2 + 0.5)
         )
         resize = pipeline.image_processor.resize
         return size, [resize(picture, size[1], size[0]) for picture in pictures]
-
-    def _size_for(self, area: int, ratio: float) -> tuple[int, int]:
-        module = sys.modules[self.known_blueprint().kind.__module__]
-        width, height = module.calculate_dimensions(area, ratio)[:2]
-        return width, height
 
     def embedding_settings(self) -> dict[str, Any]:
         """Return the base settings plus ``read_area``, which affects the embeddings."""

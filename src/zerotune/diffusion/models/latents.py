@@ -53,7 +53,9 @@ class LatentSpace:
             found = getattr(self._vae, name, None)
             if found is not None:
                 return int(found)
-        return int(self._vae.config.get("scale_factor_temporal") or self._from_steps())
+        halved = self._vae.config.get("temperal_downsample") or ()
+        steps = 2 ** sum(map(bool, halved))
+        return int(self._vae.config.get("scale_factor_temporal") or steps)
 
     def latent_frames(self, frames: int) -> int:
         """Return the number of latent frames in a clip; the first frame has its own latent frame.
@@ -158,10 +160,6 @@ class LatentSpace:
         if found is not None:
             return torch.tensor(found)
         return dict(self._vae.named_buffers()).get(name)
-
-    def _from_steps(self) -> int:
-        halved = self._vae.config.get("temperal_downsample") or ()
-        return int(2 ** sum(map(bool, halved)))
 
     @property
     def _patched(self) -> bool:

@@ -226,10 +226,6 @@ class FrozenParts:
         """
         return self.latents.decode(latents)
 
-    def vae_settings(self) -> dict[str, Any]:
-        """Return the VAE's settings that affect its output, other than weights and dtype."""
-        return self.latents.settings()
-
     def hash(self, names: Sequence[str]) -> str:
         """Return a hash of the weights and configurations of the parts ``names``."""
         modules = [self.modules[name] for name in names]

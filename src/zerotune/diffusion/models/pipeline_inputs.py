@@ -411,7 +411,7 @@ class PipelineInputs:
             kind="latents",
             model=parts.hash(["vae"]),
             dtype=str(parts.vae.dtype),
-            settings=parts.vae_settings(),
+            settings=parts.latents.settings(),
         )
 
     def text_settings(self) -> CacheSettings:

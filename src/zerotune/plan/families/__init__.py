@@ -36,7 +36,7 @@ class ModelFamily:
     facts: ModelFacts
     """Parameters (all trainable) and activation costs."""
     configuration: str
-    """Digest of the diffusers configuration, from ``configuration_digest``."""
+    """Digest of the diffusers configuration, including the defaults of its class."""
     frames: int | None = None
     """Number of frames in each training clip; ``None`` for an image model."""
     frozen_bytes: int = 0
