@@ -106,6 +106,13 @@ def test_units_that_the_model_lacks_are_named_with_their_line(run_file):
     assert "run.yaml, line 2: streamed.units = 'Foo': " in said
 
 
+def test_a_check_refuses_units_that_the_model_lacks(run_file, capsys):
+    asked = ["train", str(run_file), "--check", "--set", "plan.bf16.enabled=true"]
+    assert cli.main([*asked, "--set", "streamed.units=Foo"]) == 2
+    assert "--set streamed.units = 'Foo': " in capsys.readouterr().err
+    assert cli.main([*asked, "--set", "streamed.units=ResnetBlock2D"]) == 0
+
+
 def failure(path):
     from zerotune.training.run import train
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+from zerotune.backend.host.units import find_units
 from zerotune.checkpoint import check_replaceable, latest_checkpoint
 from zerotune.diffusion import LoRA, add_lora, encode_dataset
 from zerotune.diffusion.activations import ActivationOffload
+from zerotune.diffusion.configuration import Configuration
 from zerotune.diffusion.data import AspectBuckets, Augmentation, ImageFolder, PreparedImages
 from zerotune.diffusion.pretrained import Pretrained, load_pretrained
 from zerotune.errors import MissingDependencyError
-from zerotune.plan.context import UpdateName
+from zerotune.plan.context import Streaming, UpdateName
 from zerotune.plan.plan import Advice, DeepSpeedPlan, ResolvedPlan
 from zerotune.training.progress import ProgressBar
 from zerotune.training.report import Report
@@ -83,6 +85,10 @@ def resolved(run: RunFile, plan: DeepSpeedPlan | Advice) -> ResolvedPlan:
         run: The run.
         plan: Its plan.
     """
+    folder = run.model_folder()
+    if isinstance(run.streamed, Streaming) and folder is not None:
+        with run.naming("streamed.units", "streamed.units"):
+            find_units(Configuration.read(folder).build(), run.streamed.units)
     update = cast(UpdateName | None, run.update)
     return settled(plan, model=run.facts(), streamed=run.streamed, update=update)
 

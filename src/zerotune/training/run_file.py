@@ -359,9 +359,13 @@ class RunFile(Section):
     def _model(self) -> Any:
         if self.family in family_names():
             return self.family
-        parts = (Path(self.source(), part) for part in ("unet", "transformer"))
-        found = next((part for part in parts if (part / "config.json").is_file()), None)
+        found = self.model_folder()
         return None if found is None else zerotune.model_facts(found)
+
+    def model_folder(self) -> Path | None:
+        """Return the folder of the trained model; ``None`` if the pipeline is not a folder here."""
+        parts = (Path(self.source(), part) for part in ("unet", "transformer"))
+        return next((part for part in parts if (part / "config.json").is_file()), None)
 
 
 # -- Reading the file.
