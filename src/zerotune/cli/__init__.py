@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple, NoReturn
 
 from zerotune._util.proc import installed_version
+from zerotune._util.table import Line, Page
 from zerotune.errors import ZeroTuneError
 
 _COMMANDS: Final = {
@@ -53,9 +54,6 @@ def complain(text: str) -> None:
 
 
 def _to_stderr(mark: str, text: str) -> None:
-    # Late: most commands have nothing to tell.
-    from zerotune._util.table import Line, Page
-
     Page(blocks=(Line(text, mark=mark),)).print(sys.stderr)
 
 
