@@ -19,7 +19,7 @@ from diffusers import EDMEulerScheduler
 
 import zerotune
 from zerotune import AspectBuckets, ImageFolder, PreparedImages
-from zerotune.diffusion.losses import Comparison, Level, Loss, unknown_schedule
+from zerotune.diffusion.losses import Comparison, Level, Loss
 from zerotune.diffusion.models.family import Denoiser, Family, Unconditional
 from zerotune.diffusion.noise import GaussianNoise, Noise
 from zerotune.diffusion.noise_schedule import (
@@ -130,7 +130,12 @@ class EDMObjective(SchedulerObjective):
                 fix='write density="uniform", or omit timestep_range and change log_mean',
             )
         if getattr(self.loss, "schedule", None) == "exponential":
-            raise unknown_schedule("exponential")
+            raise InvalidValueError(
+                "EDM has no time steps, which this threshold schedule requires",
+                key="loss.schedule",
+                value="exponential",
+                fix='write schedule="snr" or schedule="constant"',
+            )
         self._bounds()
 
     def draw_levels(self, inputs: Inputs, generator: torch.Generator) -> NoiseLevels:

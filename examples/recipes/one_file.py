@@ -27,7 +27,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from zerotune._util.text import json_of
-from zerotune.backend.adapters import PUBLISHED, numbered, with_number
 from zerotune.backend.single_file import INDEX, SingleFile
 from zerotune.backend.stored import weight_files
 from zerotune.diffusion.models.pipeline import component_class
@@ -411,7 +410,6 @@ def _stack(there: str, ours: str, *pairs: tuple[str, tuple[str, ...]]) -> Layers
 
 
 _ORIGINAL_FLUX: Final[Layers] = {
-    **PUBLISHED["FluxTransformer2DModel"].layers,
     **{
         f"{theirs}.{end}_layer": (f"time_text_embed.{ours}_embedder.linear_{number}",)
         for theirs, ours in (
@@ -428,6 +426,16 @@ _ORIGINAL_FLUX: Final[Layers] = {
     **_stack(
         "double_blocks",
         "transformer_blocks",
+        ("img_attn.qkv", ("attn.to_q", "attn.to_k", "attn.to_v")),
+        ("img_attn.proj", ("attn.to_out.0",)),
+        ("img_mlp.0", ("ff.net.0.proj",)),
+        ("img_mlp.2", ("ff.net.2",)),
+        ("img_mod.lin", ("norm1.linear",)),
+        ("txt_attn.qkv", ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")),
+        ("txt_attn.proj", ("attn.to_add_out",)),
+        ("txt_mlp.0", ("ff_context.net.0.proj",)),
+        ("txt_mlp.2", ("ff_context.net.2",)),
+        ("txt_mod.lin", ("norm1_context.linear",)),
         ("img_attn.norm.query_norm.scale", ("attn.norm_q.weight",)),
         ("img_attn.norm.key_norm.scale", ("attn.norm_k.weight",)),
         ("txt_attn.norm.query_norm.scale", ("attn.norm_added_q.weight",)),
@@ -436,6 +444,9 @@ _ORIGINAL_FLUX: Final[Layers] = {
     **_stack(
         "single_blocks",
         "single_transformer_blocks",
+        ("linear1", ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")),
+        ("linear2", ("proj_out",)),
+        ("modulation.lin", ("norm.linear",)),
         ("norm.query_norm.scale", ("attn.norm_q.weight",)),
         ("norm.key_norm.scale", ("attn.norm_k.weight",)),
     ),
@@ -516,12 +527,14 @@ def _by_layers(layers: Layers) -> Callable[[list[str], Config], dict[str, str]]:
 
 
 def _in_table(name: str, theirs: Mapping[str, str]) -> str:
-    pattern, number = numbered(name)
+    block = re.search(r"(?<=\.)\d+(?=\.)", name)
+    number = "" if block is None else block[0]
+    pattern = name if block is None else f"{name[: block.start()]}#{name[block.end() :]}"
     if pattern in theirs:
-        return with_number(theirs[pattern], number)
+        return theirs[pattern].replace("#", number, 1)
     match = _ORIGINAL_TENSOR.fullmatch(pattern)
     if match is not None and match[1] in theirs:
-        return with_number(theirs[match[1]], number) + match[2]
+        return theirs[match[1]].replace("#", number, 1) + match[2]
     return name
 
 
