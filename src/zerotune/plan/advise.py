@@ -138,7 +138,7 @@ def advise(
         rates=known_rates(platform) if rates is None else rates,
         prefer=prefer,
         # Such an optimizer is a request for streamed weights.
-        streamed=streamed or "streamed weights" in entry_of(plan.optimizer_name).requires,
+        streamed=streamed or entry_of(plan.optimizer_name).must_stream,
         asked=plan.optimizer_name or DEFAULT_OPTIMIZER,
         update=update if update in (None, "host") else DeviceUpdate.of(update),
     )

@@ -392,7 +392,7 @@ def _sensible(request: Request, layout: Layout) -> bool:
     streams = runs and request.model.units and not request.model.storages
     if (layout.streams and not streams) or (layout.on_device and request.update == "host"):
         return False
-    if not layout.streams and "streamed weights" in asked.requires:
+    if asked.must_stream and not layout.streams:
         return False
     # On the CPU accelerator, offload to host memory saves nothing, and nothing is page-locked.
     if request.platform.accelerator == "cpu" and not isinstance(request.update, DeviceUpdate):

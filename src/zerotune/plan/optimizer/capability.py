@@ -162,7 +162,7 @@ class Situation:
             elif self.accelerator != CUDA:
                 yield _cannot("bitsandbytes before 0.50 has kernels for CUDA only")
         streams = self.uses_deepspeed and self.offload == "cpu" and self.stage in (2, 3)
-        if entry.name == _8BIT_STATES and not streams:
+        if entry.must_stream and not streams:
             yield _cannot(
                 "the optimizer works only with streamed weights, at stage 2 or 3 with CPU offload",
                 "AdamW8bit",

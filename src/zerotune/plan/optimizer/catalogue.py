@@ -503,6 +503,7 @@ OWN_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         adam_like=True,
         requires=("streamed weights",),
         streams=True,
+        must_stream=True,
     ),
 )
 

@@ -149,6 +149,8 @@ class OptimizerEntry(Entry):
     streams: bool = False
     """Whether it can update streamed weights in host memory, one unit (such as a block) at a
     time."""
+    must_stream: bool = False
+    """Whether it updates nothing but streamed weights."""
 
     def states_for(self, params: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the names of each parameter's fp32 states, given the arguments ``params``."""
