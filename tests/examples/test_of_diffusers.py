@@ -137,7 +137,18 @@ OTHERS = {
     "train_text_to_image": ("--train_data_dir",),
     "train_text_to_image_lora": ("--rank", "2", "--train_data_dir"),
     "train_dreambooth": ("--instance_prompt", "a b", "--instance_data_dir"),
+    "train_controlnet": ("--conditioning_image_column", "image", "--train_data_dir"),
 }
+
+
+def controlnet(base: Path) -> Path:
+    """Save a ControlNet that shrinks its images as little as the small pipeline's VAE."""
+    from diffusers import ControlNetModel, UNet2DConditionModel
+
+    unet = UNet2DConditionModel.from_pretrained(base, subfolder="unet")
+    made = ControlNetModel.from_unet(unet, conditioning_embedding_out_channels=(4, 8))
+    made.save_pretrained(base / "controlnet")
+    return base / "controlnet"
 
 
 @pytest.mark.deepspeed
@@ -148,6 +159,8 @@ def test_a_plan_in_other_scripts_keeps_their_losses(name, tmp_path):
     base = pipelines.sd15(tmp_path / "base")
     photo = photos(tmp_path / "photos", captions=name != "train_dreambooth")
     more = (*OTHERS[name], str(photo), "--checkpointing_steps", "9")
+    if name == "train_controlnet":
+        more += ("--controlnet_model_name_or_path", str(controlnet(base)))
     losses = []
     for script in (original, embedded):
         place, output = tmp_path / script.__name__, tmp_path / f"{script.__name__}-output"

@@ -109,9 +109,10 @@ class ProcessGroup:
             return
         with self._meeting(purpose, timeout_s=timeout_s) as deadline, self._looking():
             # torch's ``monitored_barrier`` waits for the group's timeout on all ranks but rank 0.
-            token = torch.zeros(1, dtype=torch.uint8)
+            options = dist.AllreduceOptions()
+            options.timeout = timedelta(seconds=max(0.001, deadline - time.monotonic()))
             try:
-                _await(dist.all_reduce(token, group=self._control, async_op=True), deadline)
+                self._control.allreduce([torch.zeros(1, dtype=torch.uint8)], options).wait()
             except RuntimeError:
                 # Ranks that come later must not pass.
                 self._wake()
@@ -301,7 +302,8 @@ class ProcessGroup:
         with contextlib.suppress(RuntimeError, ValueError):
             group = self._control if group is None else group
             token = torch.zeros(1, dtype=torch.uint8)
-            _await(dist.irecv(token, neighbour, group=group, tag=_NOBODY_SENDS), 0)
+            nothing = dist.irecv(token, neighbour, group=group, tag=_NOBODY_SENDS)
+            nothing.wait(timedelta(milliseconds=1))
 
     @contextlib.contextmanager
     def _looking(self) -> Iterator[None]:
@@ -331,10 +333,6 @@ class ProcessGroup:
         if self._owned:
             self._owned = False
             started.leave()
-
-
-def _await(work: Any, deadline: float) -> None:
-    work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
 
 
 def together(group: ProcessGroup, purpose: str, work: Callable[[], T]) -> list[T]:
