@@ -184,14 +184,14 @@ FOR_FRONT_ENDS = {
     f"{_PLAN}.schema": "attribute_docs",
     f"{_PLAN}.families": "as_facts model_family",
     f"{_PLAN}.remedies": "Remedy",
-    f"{_PLAN}.memory.items": "EMAPlace",
-    f"{_PLAN}.memory.estimate": "sample_size",
+    f"{_PLAN}.memory.items": "DURING EMAPlace",
+    f"{_PLAN}.memory.estimate": "workload_of",
     f"{_PLAN}.memory.rates": "CARDS card_platform known_rates",
     f"{_PLAN}.memory.time": "StepTime step_time",
     f"{_PLAN}.text.plan": "describe shown_and_defaults",
     f"{_PLAN}.text.memory": "Fit fits estimate_data subject",
     f"{_PLAN}.text.advice": "FOREMOST candidate_data foremost rank_budget seconds_words",
-    f"{_PLAN}.optimizer.capability": "Situation installed_packages missing_package",
+    f"{_PLAN}.optimizer.capability": "installed_packages missing_package",
     f"{_PLAN}.optimizer.names": "BY_WORD",
 }
 """Further names for front ends, by module; the builder uses no others."""
