@@ -302,7 +302,7 @@ class ProcessGroup:
         with contextlib.suppress(RuntimeError, ValueError):
             group = self._control if group is None else group
             token = torch.zeros(1, dtype=torch.uint8)
-            nothing = dist.irecv(token, neighbour, group=group, tag=_NOBODY_SENDS)
+            nothing: Any = dist.irecv(token, neighbour, group=group, tag=_NOBODY_SENDS)
             nothing.wait(timedelta(milliseconds=1))
 
     @contextlib.contextmanager
