@@ -11,7 +11,7 @@ import attrs
 from zerotune._util.text import format_size
 from zerotune.errors import OptimizerError
 from zerotune.plan.context import Context, DeviceUpdate, MastersName, Streaming, UpdateName
-from zerotune.plan.facts import ModelFacts
+from zerotune.plan.facts import STORAGES, ModelFacts
 from zerotune.plan.memory.costing import Costing
 from zerotune.plan.memory.estimate import estimate_resolved
 from zerotune.plan.memory.hosted import with_gradients_kept, with_units_kept
@@ -389,7 +389,7 @@ def _sensible(request: Request, layout: Layout) -> bool:
         return False
     asked = entry_of(request.plan.optimizer_name)
     runs = asked.streams or layout.on_device
-    streams = runs and request.model.units and not request.model.storages
+    streams = runs and request.model.units and STORAGES.keys() >= set(request.model.storages)
     if (layout.streams and not streams) or (layout.on_device and request.update == "host"):
         return False
     if asked.must_stream and not layout.streams:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from zerotune.errors import (
 from zerotune.plan.candidates import LEVELS, STREAMING, machine_needs
 from zerotune.plan.context import DeviceUpdate
 from zerotune.plan.facts import ModelFacts
+from zerotune.plan.families import as_facts
 from zerotune.plan.memory.rates import RATE_NAMES, Rates
 from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.platform import Platform
@@ -411,9 +413,31 @@ def test_without_clipping_gradients_need_almost_no_host_memory(model, optimizer,
     assert again.estimate(advice.estimate.workload).items == advice.estimate.items
 
 
-@pytest.mark.parametrize("options", [{"lora": 16, "base_dtype": "nf4"}, {"optimizer": "Lion"}])
-def test_options_that_prevent_streaming_get_no_streamed_candidates(options):
-    advice = flux_on("1000GiB", streamed=True, **options)
+def test_an_optimizer_that_cannot_stream_gets_no_streamed_candidates():
+    assert not streamed_of(flux_on("1000GiB", streamed=True, optimizer="Lion"))
+
+
+@pytest.mark.parametrize("base_dtype", [None, "nf4", "int8", "fp8"])
+def test_a_quantized_base_is_streamed_where_it_does_not_fit(base_dtype):
+    fast = Platform.synthetic(
+        "cuda", device_name="NVIDIA GeForce RTX 4090", bf16=True, vram=4 * GIB
+    )
+    advice = DeepSpeedPlan.advise(
+        "flux", platform=fast, ram="64GiB", lora=16, base_dtype=base_dtype
+    )
+    assert advice.streamed is not None
+    again = advice.plan.resolve(
+        platform=advice.resolved.platform, model=advice.resolved.model, streamed=advice.streamed
+    )
+    assert again.estimate(advice.estimate.workload).items == advice.estimate.items
+
+
+def test_a_base_whose_values_cannot_be_copied_unit_by_unit_is_not_streamed():
+    flux = as_facts("flux").with_adapters(16)
+    frozen = [attrs.evolve(each, storage="gguf-q4_0", trainable=False) for each in flux.parameters]
+    model = attrs.evolve(flux, parameters=[*frozen, *flux.trainable])
+    advice = DeepSpeedPlan.advise(model, vram="24GiB", ram="64GiB", precision="bf16")
+    assert advice.candidates
     assert not streamed_of(advice)
 
 
