@@ -252,6 +252,16 @@ def test_photographs_are_turned_upright(orientation, check, tmp_path, photos):
     assert np.array_equal(pixels(source.image(1)), wanted)
 
 
+@pytest.mark.parametrize("check", ["complete", "whole"])
+def test_photographs_of_few_pixels_are_read(check, tmp_path):
+    stored = Image.new("RGB", (7, 1), "red")
+    stored.save(tmp_path / "photo.jpg")
+    # Bytes after the end of a file make even the quick check decode it.
+    with (tmp_path / "photo.jpg").open("ab") as file:
+        file.write(b"more")
+    assert ImageFolder(tmp_path, check=check).item(0).size == (7, 1)
+
+
 def test_images_of_every_mode_keep_their_brightness(tmp_path, photos):
     small = photos[1].resize((20, 10))
     gray = small.convert("L")

@@ -75,7 +75,7 @@ def image_size(file: Path | str | bytes, check: Check) -> Size:
             return (height, width) if orientation in _SWAPPED else (width, height)
         if image.format in _SCALED and orientation == 1:
             # Decodes every byte, but computes only an eighth of the pixels along each side.
-            image.draft(None, (width // 8, height // 8))
+            image.draft(None, (max(1, width // 8), max(1, height // 8)))
             image.load()
             return width, height
     return decode(file).size
