@@ -4,7 +4,9 @@ import itertools
 
 import pytest
 
+from zerotune.errors import OptimizerError, PlanError
 from zerotune.optim import OptimizerResolver
+from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.optimizer.capability import Situation, capability_of
 from zerotune.plan.optimizer.catalogue import OPTIMIZERS
 from zerotune.platform import Platform
@@ -80,6 +82,26 @@ def test_eight_bit_states_need_cuda_before_bitsandbytes_had_cpu_kernels():
         assert runs(version) is on_cpu
         assert runs(version, accelerator="cuda", stage=2)
         assert runs(version, accelerator="cuda", stage=2, offload="cpu") is on_cpu
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("stage", "offload"), [(3, "none"), (3, "cpu"), (3, "nvme"), (2, "cpu")])
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_an_alternative_runs_where_the_optimizer_is_refused(name, stage, offload, world_size):
+    plan = DeepSpeedPlan.build(
+        stage=stage, micro_batch_size=1, optimizer={"type": name, "params": {"lr": 1e-4}}
+    )
+    if offload != "none":
+        section = {"device": offload, **({"nvme_path": "/swap"} if offload == "nvme" else {})}
+        plan = plan.with_overrides({"zero_optimization.offload_optimizer": section})
+    given = {"platform": Platform.synthetic("cuda", device_count=2), "world_size": world_size}
+    try:
+        plan.resolve(**given)
+    except (OptimizerError, PlanError) as refusal:
+        assert refusal.edits
+        for edits in refusal.edits:
+            mended = {key or refusal.key: value for key, value in edits.items()}
+            plan.with_overrides(mended).resolve(**given)
 
 
 @pytest.mark.parametrize("name", ["AdamW8bit", "TorchAOAdamW8bit", "TorchAOAdamW4bit"])

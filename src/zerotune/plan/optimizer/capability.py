@@ -165,7 +165,7 @@ class Situation:
         if entry.must_stream and not streams:
             yield _cannot(
                 "the optimizer works only with streamed weights, at stage 2 or 3 with CPU offload",
-                "AdamW8bit",
+                DEFAULT_OPTIMIZER if self.offload == "nvme" else "AdamW8bit",
             )
         if self.offload == "nvme" and entry.name == _BF16_STATES:
             yield _cannot(
@@ -184,26 +184,29 @@ class Situation:
         if self.by_weight and (needs := _needs_all_weights(entry)) is not None:
             yield _cannot(f"{needs}, but the update on the device passes one weight at a time")
         if entry.name == "Adagrad" and self.offloaded:
-            accelerator = self.accelerator
-            if accelerator not in _CPU_KERNELS["Adagrad"]:
+            if self.accelerator not in _CPU_KERNELS["Adagrad"]:
                 yield _cannot(
-                    f"DeepSpeed has no CPU kernel for {entry.name} on the {accelerator} accelerator"
+                    f"DeepSpeed has no CPU kernel for Adagrad on the {self.accelerator} accelerator"
                 )
 
     def _obstacles_in_parts(self, entry: OptimizerEntry) -> Iterator[Capability]:
         """Yield obstacles of optimizers that need all weights or whole matrices."""
-        if entry.own_schedule and self.stage == 3:
-            yield _cannot(
-                "the optimizer keeps global values that depend on all weights, but stage 3 updates "
-                "one sub-group at a time",
-                f"{entry.name} at stage 2",
-                edits=[{"zero_optimization.stage": 2}],
-            )
-        elif entry.name == "Prodigy" and self.world_size > 1:
+        if entry.name == "Prodigy" and self.world_size > 1:
             yield _cannot(
                 "each rank would derive a different learning rate from its part of the weights",
                 "Prodigy at stage 0",
                 edits=[{"zero_optimization.stage": 0}],
+            )
+        elif entry.own_schedule and self.stage == 3:
+            swaps = self.offload == "nvme"  # Which needs stage 3.
+            yield _cannot(
+                "the optimizer keeps global values that depend on all weights, but stage 3 updates "
+                "one sub-group at a time",
+                f"{entry.name} at stage 2{' with offload to the CPU' if swaps else ''}",
+                edits=[
+                    {"zero_optimization.stage": 2}
+                    | ({"zero_optimization.offload_optimizer.device": "cpu"} if swaps else {})
+                ],
             )
         if entry.name == "Adafactor":
             yield _cannot(
