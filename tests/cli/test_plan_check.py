@@ -303,6 +303,12 @@ def test_a_key_of_a_newer_deepspeed_passes_if_it_is_named(check):
     assert check(config, *known) == (0, "ds.json: nothing to report at 1 process\n", "")
 
 
+def test_arguments_of_an_optimizer_are_no_keys_of_a_newer_deepspeed(check):
+    status, out, _ = check({**CLEAN, "optimizer": {"type": "AdamW", "params": {"lr": 1, "a": 1}}})
+    assert (status, "optimizer.params.a = 1: " in out) == (1, True)
+    assert "--also-known" not in out
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [

@@ -113,6 +113,12 @@ def test_a_check_refuses_units_that_the_model_lacks(run_file, capsys):
     assert cli.main([*asked, "--set", "streamed.units=ResnetBlock2D"]) == 0
 
 
+@pytest.mark.parametrize("name", ["nosuch", "sdxl-controlnet", "nosuch:Family"])
+def test_a_check_refuses_families_that_the_start_does_not_know(name, run_file, capsys):
+    assert cli.main(["train", str(run_file), "--check", "--set", f"family={name}"]) == 2
+    assert f"--set family = '{name}': " in capsys.readouterr().err
+
+
 def failure(path):
     from zerotune.training.run import train
 

@@ -10,6 +10,7 @@ from zerotune.diffusion import LoRA, add_lora, encode_dataset
 from zerotune.diffusion.activations import ActivationOffload
 from zerotune.diffusion.configuration import Configuration
 from zerotune.diffusion.data import AspectBuckets, Augmentation, ImageFolder, PreparedImages
+from zerotune.diffusion.known_families import named_family
 from zerotune.diffusion.pretrained import Pretrained, load_pretrained
 from zerotune.errors import MissingDependencyError
 from zerotune.plan.context import Streaming, UpdateName
@@ -85,12 +86,19 @@ def resolved(run: RunFile, plan: DeepSpeedPlan | Advice) -> ResolvedPlan:
         run: The run.
         plan: Its plan.
     """
+    if run.family is not None:
+        with run.naming("family", "family"):
+            named_family(run.family)
     folder = run.model_folder()
     if isinstance(run.streamed, Streaming) and folder is not None:
         with run.naming("streamed.units", "streamed.units"):
             find_units(Configuration.read(folder).build(), run.streamed.units)
-    update = cast(UpdateName | None, run.update)
-    return settled(plan, model=run.facts(), streamed=run.streamed, update=update)
+    return settled(
+        plan,
+        model=run.facts(),
+        streamed=run.streamed,
+        update=cast(UpdateName | None, run.update),
+    )
 
 
 def _quantization(run: RunFile) -> Any:
@@ -100,11 +108,10 @@ def _quantization(run: RunFile) -> Any:
         return None
     import diffusers
 
-    told: dict[str, Any] = {"load_in_8bit": True}
-    if kind != "int8":
-        told = {"load_in_4bit": True, "bnb_4bit_quant_type": kind}
     try:
-        return diffusers.BitsAndBytesConfig(**told)
+        if kind == "int8":
+            return diffusers.BitsAndBytesConfig(load_in_8bit=True)
+        return diffusers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind)
     except ImportError as error:
         raise MissingDependencyError(
             "this quantization needs bitsandbytes, which is not installed",

@@ -67,9 +67,7 @@ class Situation:
             by_weight: As in ``Situation``.
         """
         platform, on_engine = context.machine, context.uses_deepspeed
-        accelerator: str = platform.accelerator
-        if on_engine and platform.deepspeed.accelerator:
-            accelerator = platform.deepspeed.accelerator
+        accelerator = (on_engine and platform.deepspeed.accelerator) or platform.accelerator
         if not on_engine and plan.offload_optimizer_device == "cpu":
             # The optimizer's tensors are in host memory, wherever the model computes.
             accelerator = "cpu"
@@ -183,11 +181,11 @@ class Situation:
             yield from self._obstacles_in_parts(entry)
         if self.by_weight and (needs := _needs_all_weights(entry)) is not None:
             yield _cannot(f"{needs}, but the update on the device passes one weight at a time")
-        if entry.name == "Adagrad" and self.offloaded:
-            if self.accelerator not in _CPU_KERNELS["Adagrad"]:
-                yield _cannot(
-                    f"DeepSpeed has no CPU kernel for Adagrad on the {self.accelerator} accelerator"
-                )
+        has_kernel = self.accelerator in _CPU_KERNELS["Adagrad"]
+        if entry.name == "Adagrad" and self.offloaded and not has_kernel:
+            yield _cannot(
+                f"DeepSpeed has no CPU kernel for Adagrad on the {self.accelerator} accelerator"
+            )
 
     def _obstacles_in_parts(self, entry: OptimizerEntry) -> Iterator[Capability]:
         """Yield obstacles of optimizers that need all weights or whole matrices."""
