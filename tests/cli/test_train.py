@@ -113,6 +113,14 @@ def test_a_check_refuses_units_that_the_model_lacks(run_file, capsys):
     assert cli.main([*asked, "--set", "streamed.units=ResnetBlock2D"]) == 0
 
 
+def test_a_check_names_the_line_of_a_plan_inside_the_file(run_file, capsys):
+    content = yaml.safe_load(run_file.read_text())
+    content["plan"] = {"optimizer": {"type": "LBFGS"}}
+    run_file.write_text(yaml.safe_dump({"plan": content.pop("plan"), **content}, sort_keys=False))
+    assert cli.main(["train", str(run_file), "--check"]) == 2
+    assert "run.yaml, line 3: plan.optimizer.type = 'LBFGS': " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["nosuch", "sdxl-controlnet", "nosuch:Family"])
 def test_a_check_refuses_families_that_the_start_does_not_know(name, run_file, capsys):
     assert cli.main(["train", str(run_file), "--check", "--set", f"family={name}"]) == 2

@@ -86,19 +86,18 @@ def resolved(run: RunFile, plan: DeepSpeedPlan | Advice) -> ResolvedPlan:
         run: The run.
         plan: Its plan.
     """
-    if run.family is not None:
-        with run.naming("family", "family"):
+    with (
+        run.naming("family", "family"),
+        run.naming("streamed.units", "streamed.units"),
+        run.below("plan"),
+    ):
+        if run.family is not None:
             named_family(run.family)
-    folder = run.model_folder()
-    if isinstance(run.streamed, Streaming) and folder is not None:
-        with run.naming("streamed.units", "streamed.units"):
+        folder = run.model_folder()
+        if isinstance(run.streamed, Streaming) and folder is not None:
             find_units(Configuration.read(folder).build(), run.streamed.units)
-    return settled(
-        plan,
-        model=run.facts(),
-        streamed=run.streamed,
-        update=cast(UpdateName | None, run.update),
-    )
+        update = cast(UpdateName | None, run.update)
+        return settled(plan, model=run.facts(), streamed=run.streamed, update=update)
 
 
 def _quantization(run: RunFile) -> Any:

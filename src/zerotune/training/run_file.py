@@ -289,8 +289,12 @@ class RunFile(Section):
             raise error.called(self.written.get(key, key)) from error
 
     @contextlib.contextmanager
-    def _below(self, section: str) -> Iterator[None]:
-        """Let errors about settings of a section name these as the file does, with their lines."""
+    def below(self, section: str) -> Iterator[None]:
+        """Let errors about settings of a section name these as the file does, with their lines.
+
+        Args:
+            section: Name of the section.
+        """
         try:
             yield
         except ZeroTuneError as error:
@@ -317,12 +321,12 @@ class RunFile(Section):
         if self.is_advised:
             return self._advice()
         if isinstance(self.plan, Mapping):
-            with self._below("plan"):
+            with self.below("plan"):
                 plan = DeepSpeedPlan.from_dict(self.plan, source="plan")
         else:
             with self.naming("plan", "file"):
                 plan = DeepSpeedPlan.load(self.folder / str(self.plan))
-        with self._below("overrides"):
+        with self.below("overrides"):
             return plan.with_overrides(self.overrides) if self.overrides else plan
 
     def _advice(self) -> Advice:
