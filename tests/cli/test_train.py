@@ -127,6 +127,19 @@ def test_a_check_refuses_families_that_the_start_does_not_know(name, run_file, c
     assert f"--set family = '{name}': " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("folder", ["nosuch", "run.yaml"])
+def test_a_check_refuses_a_folder_without_images(folder, run_file, capsys):
+    assert cli.main(["train", str(run_file), "--check", "--set", f"data.folder={folder}"]) == 2
+    assert "--set data.folder = " in capsys.readouterr().err
+
+
+def test_a_check_takes_the_model_of_the_folder_before_the_family(run_file, capsys):
+    assert cli.main(["train", str(run_file), "--check", "--set", "family=sd15"]) == 0
+    small = capsys.readouterr().out
+    assert "model           UNet2DConditionModel" in small
+    assert "859," not in small
+
+
 def failure(path):
     from zerotune.training.run import train
 

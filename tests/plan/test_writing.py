@@ -30,6 +30,12 @@ class TestSave:
         assert DeepSpeedPlan.load(tmp_path / name) == plan
         assert [file.name for file in tmp_path.iterdir()] == [name]
 
+    @pytest.mark.parametrize("name", ["ds.toml", "ds.py"])
+    def test_a_plan_is_not_written_to_a_file_of_another_format(self, plan, tmp_path, name):
+        with pytest.raises(PlanFileError, match=r"name the file ds\.json or ds\.yaml"):
+            plan.save(tmp_path / name)
+        assert list(tmp_path.iterdir()) == []
+
     def test_saving_over_a_file_keeps_a_backup(self, plan, tmp_path):
         file = tmp_path / "ds.json"
         file.write_text("// mine\n{}")

@@ -58,6 +58,7 @@ def write_whole(path: str | os.PathLike[str], content: bytes) -> Path:
 
 FORMATS: Final = ("deepspeed", "accelerate")
 _YAML_SUFFIXES: Final = (".yaml", ".yml")
+_OTHER_SUFFIXES: Final = (".toml", ".py", ".ini")
 
 
 @attrs.frozen(kw_only=True)
@@ -173,6 +174,12 @@ def format_of(path: Path) -> str:
     suffix = path.suffix.lower()
     if suffix in _YAML_SUFFIXES:
         return "accelerate"
+    if suffix in _OTHER_SUFFIXES:
+        raise PlanFileError(
+            "cannot contain a plan, which is JSON or YAML",
+            f"name the file {path.with_suffix('.json').name} or {path.with_suffix('.yaml').name}",
+            str(path),
+        )
     if not path.exists():
         return "deepspeed"
     try:

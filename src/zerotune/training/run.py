@@ -80,7 +80,7 @@ def train(run: RunFile) -> Report:
 
 
 def resolved(run: RunFile, plan: DeepSpeedPlan | Advice) -> ResolvedPlan:
-    """Return a run's plan as its start resolves it, without the model's weights.
+    """Return a run's plan as its start resolves it, without the model's weights; find its images.
 
     Args:
         run: The run.
@@ -96,6 +96,7 @@ def resolved(run: RunFile, plan: DeepSpeedPlan | Advice) -> ResolvedPlan:
         folder = run.model_folder()
         if isinstance(run.streamed, Streaming) and folder is not None:
             find_units(Configuration.read(folder).build(), run.streamed.units)
+        _images(run)
         update = cast(UpdateName | None, run.update)
         return settled(plan, model=run.facts(), streamed=run.streamed, update=update)
 

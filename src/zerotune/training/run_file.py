@@ -361,10 +361,10 @@ class RunFile(Section):
         return {"lora": adapters.rank or DEFAULT_RANK, "base_dtype": adapters.storage}
 
     def _model(self) -> Any:
-        if self.family in family_names():
-            return self.family
         found = self.model_folder()
-        return None if found is None else zerotune.model_facts(found)
+        if found is not None:
+            return zerotune.model_facts(found)
+        return self.family if self.family in family_names() else None
 
     def model_folder(self) -> Path | None:
         """Return the folder of the trained model; ``None`` if the pipeline is not a folder here."""

@@ -158,6 +158,7 @@ def test_a_group_whose_parameters_earlier_rules_took_is_an_error(resolve):
         ({"patterns": ()}, "matches no parameter"),
         ({"name": " "}, "needs a name"),
         ({"lr_scale": 0}, "must be a number above 0"),
+        ({"use_muon": "yes"}, "not a boolean"),
         ({"lr_scale": 2.0, "params": {"lr": 1.0}}, "are both set"),
     ],
 )

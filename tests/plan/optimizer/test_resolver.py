@@ -10,10 +10,12 @@ from zerotune.errors import (
     OptimizerError,
     PlanConflictError,
     UnknownKeyError,
+    UnresolvedPlanError,
 )
 from zerotune.optim import OptimizerResolver
 from zerotune.plan.context import RunFacts
 from zerotune.plan.optimizer.choose import BY_CHOICE
+from zerotune.plan.plan import DeepSpeedPlan
 
 ADAMW = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
 
@@ -24,6 +26,11 @@ def resolve(make_plan):
         return OptimizerResolver(overrides=overrides).resolve(make_plan(*args, **kwargs))
 
     return run
+
+
+def test_a_plan_that_is_not_resolved_is_refused():
+    with pytest.raises(UnresolvedPlanError, match="not resolved yet"):
+        OptimizerResolver().resolve(DeepSpeedPlan.build(stage=2))
 
 
 # --- the class that updates -------------------------------------------------------------------

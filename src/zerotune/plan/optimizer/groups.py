@@ -125,6 +125,10 @@ class ParameterGroup:
         if self.until is not None:
             fix = "write the number of optimizer steps after which the group stops, such as 500"
             whole(self.until, key=f"{here}.until", fix=fix)
+        by_muon: Any = self.use_muon
+        if by_muon is not None and not isinstance(by_muon, bool):
+            fix = "write True or False"
+            raise InvalidValueError("is not a boolean", fix, f"{here}.use_muon", by_muon)
 
     def picks(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether a pattern of this rule matches the parameter.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import attrs
 
 from zerotune.decisions import announce
+from zerotune.errors import UnresolvedPlanError
 from zerotune.plan.context import Context
 from zerotune.plan.optimizer.capability import Capability, Situation, capability_of
 from zerotune.plan.optimizer.catalogue import OPTIMIZERS
@@ -75,12 +76,17 @@ class OptimizerResolver:
                 stage, offload and precision are read.
 
         Raises:
+            UnresolvedPlanError: The plan is not resolved.
             OptimizerError: The name is unknown, or the optimizer cannot run here, or the model or
                 the run's length is needed but unknown.
             MissingDependencyError: The optimizer's package is not installed.
             UnknownKeyError: An argument is unknown.
             InvalidValueError: An argument has the wrong type or is out of range.
         """
+        if isinstance(resolved, Settings):
+            raise UnresolvedPlanError(
+                "is not resolved yet", "call plan.resolve(resolver=…) instead", "resolved"
+            )
         by_weight = resolved.update is not None
         chosen = self.choose(
             resolved.plan, resolved.context, resolved.precision, by_weight=by_weight
