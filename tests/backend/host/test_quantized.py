@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import time
 from typing import Any
 
 import attrs
@@ -19,12 +21,14 @@ from tests.backend.host.streaming import (
     loss_of,
     make_model,
     start,
+    weights_of,
 )
 from tests.support.needs import needs
 from tests.support.ranks import ranks
 from zerotune.backend.host.obstacles import why_not_hosted
 from zerotune.ema import EMAShadow
 from zerotune.plan.context import Streaming
+from zerotune.plan.facts import inner_tensors
 from zerotune.plan.optimizer.resolver import OptimizerResolver
 from zerotune.plan.plan import DeepSpeedPlan
 
@@ -173,6 +177,35 @@ def test_a_deep_copy_of_the_model_can_read_its_streamed_weights(kind):
         # On a CPU bitsandbytes repacks the weights of models that do not train.
         with torch.no_grad():
             assert float(loss_of(RUN, Plain(), 5)) == float(loss_of(RUN, engine, 5))
+
+
+@pytest.mark.parametrize("kind", ["cast", "nf4", "torchao fp8"])
+def test_torch_saves_the_weights_of_a_closed_engine(kind, tmp_path):
+    model = quantized(RUN, kind)
+    with start(RUN, model, streamed=Streaming(window=2)) as engine:
+        advance(RUN, engine, range(1))
+    stored = weights_of(model)
+    torch.save(model.state_dict(), tmp_path / "saved.pt")
+    # torch knows torchao's classes only by pickle.
+    saved = torch.load(tmp_path / "saved.pt", weights_only=False)
+    read = {name: [t for _, t in inner_tensors(saved[name])] for name in stored}
+    for name, tensors in stored.items():
+        # The state of bitsandbytes' weights contains the codes alone; scales are keys of their own.
+        assert all(map(torch.equal, tensors, read[name])), name
+        assert read[name], name
+
+
+@pytest.mark.parametrize("kind", ["cast", "int8", "torchao fp8", "optimum.quanto int8"])
+@ranks(2)
+def test_weights_of_a_closed_engine_are_private_to_each_rank(kind):
+    model, rank = quantized(RUN, kind), int(os.environ["RANK"])
+    with start(RUN, model, streamed=Streaming(window=2)) as engine:
+        advance(RUN, engine, range(1))
+    stored = [tensor for each in model.parameters() for _, tensor in inner_tensors(each)]
+    for tensor in stored:
+        tensor.data.fill_(rank)
+    time.sleep(0.2)
+    assert all(bool((tensor.float() == rank).all()) for tensor in stored)
 
 
 class Hidden(torch.nn.Parameter):

@@ -124,7 +124,7 @@ def test_every_parameter_has_exactly_one_place_with_its_values():
     members = [(unit, member) for unit in units for member in unit.members]
     assert sorted(member.name for _, member in members) == sorted(weights)
     for unit, member in members:
-        assert torch.equal(unit.of_member(member), weights[member.name])
+        assert torch.equal(member.within(unit.host), weights[member.name])
         assert member.span.start % UNIT_ALIGNED == 0
 
 

@@ -55,6 +55,7 @@ from zerotune.backend.host.units import (
     Member,
     Unit,
     find_units,
+    follow_inner_tensors,
     make_units,
 )
 from zerotune.backend.host.updates import AdamOnHost, OptimizerOnDevice, Update
@@ -493,6 +494,7 @@ class HostEngine(CountingEngine):
             for member in unit.members if not unit.resident else ():
                 release_weight(member)
             unit.give_back(self._memory)
+        follow_inner_tensors(self._module)
 
     @property
     def _bits(self) -> str:

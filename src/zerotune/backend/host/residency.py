@@ -333,7 +333,7 @@ class Residency:
         for hook in self._hooks:
             hook.remove()
         self._entering = {}
-        self.inside.leave_all()
+        self.inside.close()
         try:
             for unit in self._streamed:
                 if unit.loading is not None:

@@ -126,6 +126,19 @@ class Member:
         """
         return flat[self.span].view(self.dtype).view(self.parameter.shape)
 
+    def apart(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the parameter's weights in the same memory, but in a storage of their own.
+
+        torch saves no storage that tensors of several dtypes share.
+
+        Args:
+            flat: A flat tensor of the unit, in host memory.
+        """
+        memory, start = flat.view(torch.uint8).numpy(), self.span.start * flat.element_size()
+        count = self.parameter.numel()
+        own = torch.frombuffer(memory, dtype=self.dtype, count=count, offset=start)
+        return own.view(self.parameter.shape)
+
 
 @attrs.frozen(kw_only=True, eq=False)
 class UnitPart:
@@ -362,10 +375,6 @@ class Unit:
         """Whether the newest weights are on the device or are being copied there."""
         return self.is_here and self.loaded == self.current
 
-    def of_member(self, member: Member) -> torch.Tensor:
-        """Return ``member``'s weights in host memory, without waiting for a pending update."""
-        return member.within(self.host)
-
     def allocate(self) -> None:
         """Allocate memory on the device."""
         self._storage.resize_(self.nbytes)
@@ -389,7 +398,7 @@ class Unit:
             return
         self.host = memory.keep(self.host)
         for member in self.members:
-            member.parameter.data = self.of_member(member)
+            member.parameter.data = member.apart(self.host)
 
 
 def _masters(
@@ -550,7 +559,7 @@ def make_units(
         if (quantized := getattr(tensor, "quant_state", None)) is not None:
             # The codebook stays on the device, whether the weight is streamed or not.
             quantized.to(device)
-    _follow_inner_tensors(model)
+    follow_inner_tensors(model)
     for layer in model.modules():
         weight: Any = layer._parameters.get("weight")
         if type(weight).__name__ == "Int8Params" and weight.dtype == torch.int8:
@@ -585,14 +594,17 @@ def tensors_of(module: torch.nn.Module, *, recurse: bool = True) -> Iterator[tor
             yield tensor
 
 
-def _follow_inner_tensors(model: torch.nn.Module) -> None:
-    """Put weights that wrap other tensors on the device to which these tensors have moved."""
+def follow_inner_tensors(model: torch.nn.Module) -> None:
+    """Put weights that wrap other tensors on the device to which these tensors have moved.
+
+    Args:
+        model: The model.
+    """
     replaced: dict[int, Any] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if hasattr(parameter, "__tensor_flatten__"):
-                wrapped = replaced.setdefault(id(parameter), wrap_again(parameter))
-                module._parameters[name] = wrapped
+                module._parameters[name] = replaced.setdefault(id(parameter), wrap_again(parameter))
 
 
 def wrap_again(tensor: Any, change: Callable[[Any], Any] = lambda inner: inner) -> Any:

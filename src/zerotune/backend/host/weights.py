@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import attrs
@@ -47,7 +48,7 @@ class Home:
             BaseException: The update has failed.
         """
         self.unit.wait_until_written()
-        return self.unit.of_member(self.member)
+        return self.member.within(self.unit.host)
 
 
 class StreamedWeight:
@@ -199,7 +200,7 @@ def _use(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _write_back(home: Home, weights: torch.Tensor) -> None:
     """Copy weights that were changed in place back to host memory, unless they are a view."""
-    own = home.unit.of_member(home.member)
+    own = home.member.within(home.unit.host)
     if weights.data_ptr() != own.data_ptr():
         with torch.no_grad():
             own.copy_(weights)
@@ -323,7 +324,7 @@ class Inside(threading.local):
         if _is_compiled(module):
             around.callback(_stream_again, _released(units))
         for each in self._wrapped.get(module, ()):
-            each.place[each.name] = each.inside
+            each.enter()
             around.callback(each.leave)
         self._entered.append((module, units, around))
 
@@ -345,6 +346,12 @@ class Inside(threading.local):
         while self._entered:
             self._entered.pop()[2].close()
 
+    def close(self) -> None:
+        """Let modules use their parameters themselves again, also outside calls."""
+        self.leave_all()
+        for each in chain.from_iterable(self._wrapped.values()):
+            each.enter()
+
 
 @attrs.frozen(kw_only=True, eq=False)
 class _Wrapped:
@@ -361,6 +368,10 @@ class _Wrapped:
     @outside.default
     def _outside(self) -> Any:
         return wrap_again(self.inside, lambda inner: _home(inner).weights().detach())
+
+    def enter(self) -> None:
+        """Let the module use the parameter, whose values are on the device."""
+        self.place[self.name] = self.inside
 
     def leave(self) -> None:
         """Let the module use the weights in host memory."""
@@ -380,8 +391,12 @@ def _released(units: Sequence[Unit]) -> list[Any]:
 
     Compilers check the class, even with torch functions disabled in this thread.
     """
-    members: list[Any] = [member.parameter for unit in units for member in unit.members]
-    found = [each for each in members if isinstance(each, StreamedWeight)]
+    found: list[Any] = [
+        member.parameter
+        for unit in units
+        for member in unit.members
+        if isinstance(member.parameter, StreamedWeight)
+    ]
     for parameter in found:
         parameter.__class__ = parameter._home.kind
     return found
