@@ -133,6 +133,12 @@ def test_a_check_refuses_a_folder_without_images(folder, run_file, capsys):
     assert "--set data.folder = " in capsys.readouterr().err
 
 
+def test_a_check_refuses_adapters_of_layers_that_the_model_lacks(run_file, capsys):
+    asked = ["train", str(run_file), "--check", "--set", "adapters.targets=nosuch"]
+    assert cli.main(asked) == 2
+    assert "--set adapters.targets = " in capsys.readouterr().err
+
+
 def test_a_check_takes_the_model_of_the_folder_before_the_family(run_file, capsys):
     assert cli.main(["train", str(run_file), "--check", "--set", "family=sd15"]) == 0
     small = capsys.readouterr().out

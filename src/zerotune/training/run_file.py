@@ -330,7 +330,7 @@ class RunFile(Section):
             return plan.with_overrides(self.overrides) if self.overrides else plan
 
     def _advice(self) -> Advice:
-        model = self._model()
+        model = self.facts()
         if model is None:
             raise InvalidValueError(
                 "is needed to advise a plan for a model that is not in a folder here",
@@ -342,7 +342,6 @@ class RunFile(Section):
         return DeepSpeedPlan.advise(
             model,
             resolution=(self.data and self.data.resolution) or DEFAULT_SIDE,
-            **self._trained(),
             optimizer={"type": "AdamW", "params": {"lr": rate, "weight_decay": 0.01}},
             ema="none" if self.ema is None else "host",
             streamed=self.streamed is None,
@@ -351,20 +350,18 @@ class RunFile(Section):
 
     def facts(self) -> ModelFacts | None:
         """Return facts about the model and its adapters; ``None`` if it is not in a folder here."""
-        model = self._model()
-        return None if model is None else as_facts(model, **self._trained())
-
-    def _trained(self) -> dict[str, Any]:
-        adapters = self.adapters
+        folder, adapters = self.model_folder(), self.adapters
+        if folder is None and self.family not in family_names():
+            return None
+        found = as_facts(self.family) if folder is None else zerotune.model_facts(folder)
         if adapters is None:
-            return {}
-        return {"lora": adapters.rank or DEFAULT_RANK, "base_dtype": adapters.storage}
-
-    def _model(self) -> Any:
-        found = self.model_folder()
-        if found is not None:
-            return zerotune.model_facts(found)
-        return self.family if self.family in family_names() else None
+            return found
+        with self.naming("adapters.targets", "lora_targets"):
+            return found.with_adapters(
+                adapters.rank or DEFAULT_RANK,
+                targets=adapters.targets,
+                base_dtype=adapters.storage,
+            )
 
     def model_folder(self) -> Path | None:
         """Return the folder of the trained model; ``None`` if the pipeline is not a folder here."""
