@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -177,6 +178,9 @@ class BuildLock:
         )
 
 
+SAID_EVERY: Final = 15.0
+"""Seconds between messages while an op is compiled."""
+
 SILENT_FOR: Final = 5.0
 """Seconds to wait for a lock before a warning is logged."""
 
@@ -198,6 +202,7 @@ class LivingLock:
         self._path = Path(lock_file_path)
         self._wait_seconds = wait_seconds
         self._held: int | None = None
+        self._compiled = threading.Event()
 
     def try_acquire(self) -> bool:
         """Wait until the lock's holder has finished compiling or exited, and acquire the lock.
@@ -227,13 +232,21 @@ class LivingLock:
                 "op %s: compiling it once, into %s; this takes one to three minutes on a few cores",
                 folder.name, folder,
             )  # fmt: skip
+            threading.Thread(target=self._say_progress, daemon=True).start()
         return True
+
+    def _say_progress(self) -> None:
+        began = time.monotonic()
+        while not self._compiled.wait(SAID_EVERY):
+            seconds = time.monotonic() - began
+            logger.warning("op %s: compiling for %.0f s now", self._path.parent.name, seconds)
 
     def wait(self) -> None:
         """Do nothing: torch calls this method to wait, but ``try_acquire`` has already waited."""
 
     def release(self) -> None:
         """Release the lock."""
+        self._compiled.set()
         if self._held is not None:
             # Delete the file before unlocking it, so that no other process mistakes it for the lock
             # of a dead process.

@@ -251,3 +251,16 @@ def test_torch_compiles_extensions_under_our_lock() -> None:
     with building():
         assert cpp_extension.FileBaton is LivingLock
     assert cpp_extension.FileBaton is before
+
+
+def test_a_compilation_says_that_it_goes_on_until_it_ends(
+    lock: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(op_builds, "SAID_EVERY", 0.01)
+    held = LivingLock(str(lock))
+    with caplog.at_level("WARNING", logger="zerotune"):
+        assert held.try_acquire()
+        while "compiling for" not in caplog.text:
+            time.sleep(0.01)
+        held.release()
+    assert "compiling it once" in caplog.text
