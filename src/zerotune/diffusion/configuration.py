@@ -12,6 +12,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -88,7 +89,7 @@ class Configuration:
         with torch.device("meta"):
             return self.kind.from_config(dict(self.content))
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Digest of the configuration, including the defaults of its class."""
         known = json.loads(ARGUMENTS.read_text(encoding="utf-8"))
@@ -129,9 +130,9 @@ class Configuration:
             log = logging.getLogger("zerotune")
             log.info("the facts of %s could not be cached: %s", facts.name, error)
 
-    @property
+    @cached_property
     def file(self) -> Path:
-        """Return the cache file; its name depends on zerotune, torch and diffusers."""
+        """The cache file; its name depends on zerotune, torch and diffusers."""
         versions = f"{version('torch')} {version('diffusers')}"
         code = hashlib.sha256(f"{self.digest} {versions}".encode())
         for source in sorted(Path(__file__).parent.rglob("*.py")):

@@ -86,6 +86,7 @@ def resolved(run: RunFile, plan: DeepSpeedPlan | Advice) -> ResolvedPlan:
         run: The run.
         plan: Its plan.
     """
+    _images(run)
     with (
         run.naming("family", "family"),
         run.naming("streamed.units", "streamed.units"),
@@ -96,7 +97,6 @@ def resolved(run: RunFile, plan: DeepSpeedPlan | Advice) -> ResolvedPlan:
         folder = run.model_folder()
         if isinstance(run.streamed, Streaming) and folder is not None:
             find_units(Configuration.read(folder).build(), run.streamed.units)
-        _images(run)
         update = cast(UpdateName | None, run.update)
         return settled(plan, model=run.facts(), streamed=run.streamed, update=update)
 
