@@ -17,7 +17,7 @@ from zerotune.errors import (
     InvalidValueError,
     VerificationError,
 )
-from zerotune.plan.facts import ModelFacts
+from zerotune.plan.facts import ModelFacts, is_wrapper
 from zerotune.plan.optimizer.choices import OptimizerChoice, SchedulerChoice
 from zerotune.plan.optimizer.curves import betas_at, lr_at
 from zerotune.plan.plan import ResolvedPlan
@@ -81,11 +81,6 @@ def check_quantized(model: torch.nn.Module, plan: ResolvedPlan) -> None:
             "zero_optimization.offload_param.device",
             f"nvme, and {key} is {storage}",
         )
-
-
-def is_wrapper(parameter: torch.Tensor) -> bool:
-    """Return whether a weight wraps other tensors, so that ``dtype`` is that of decoded values."""
-    return hasattr(parameter, "__tensor_flatten__")
 
 
 def check_model_dtype(model: torch.nn.Module, plan: ResolvedPlan) -> None:

@@ -29,12 +29,12 @@ from zerotune.backend.adapters import (
     find_adapters,
     read_others,
 )
-from zerotune.backend.checks import checked_dtype, is_wrapper
+from zerotune.backend.checks import checked_dtype
 from zerotune.backend.stored import bring_weights, standing_in
 from zerotune.backend.trained_parts import TrainedParts, components
 from zerotune.decisions import Decision, announce
 from zerotune.errors import CheckpointMismatchError, InvalidValueError, MissingDependencyError
-from zerotune.plan.facts import ATTENTION_PROJECTIONS, ModelFacts
+from zerotune.plan.facts import ATTENTION_PROJECTIONS, ModelFacts, is_wrapper
 
 if TYPE_CHECKING:
     from peft import PeftConfig

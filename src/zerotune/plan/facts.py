@@ -106,6 +106,15 @@ class ParameterFacts:
         return attrs.evolve(self, shape=tuple(shape), storage=storage, stored_bytes=taken)
 
 
+def is_wrapper(weight: Any) -> bool:
+    """Return whether a weight wraps other tensors, so that ``dtype`` is that of decoded values.
+
+    Args:
+        weight: The weight, or its class.
+    """
+    return hasattr(weight, "__tensor_flatten__")
+
+
 def inner_tensors(tensor: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the tensors that store a weight, each with the end of its name.
 
@@ -116,7 +125,7 @@ def inner_tensors(tensor: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         tensor: The weight.
         name: Text before the names.
     """
-    if hasattr(tensor, "__tensor_flatten__"):
+    if is_wrapper(tensor):
         for attribute in tensor.__tensor_flatten__()[0]:
             yield from inner_tensors(getattr(tensor, attribute), f"{name}.{attribute}")
         return

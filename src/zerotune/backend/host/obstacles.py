@@ -13,6 +13,7 @@ from zerotune.backend.step.adams import torch_rounds_alike
 from zerotune.backend.step.kernel import load_host_step
 from zerotune.errors import OptimizerError, PlatformError
 from zerotune.plan.context import Streaming
+from zerotune.plan.facts import is_wrapper
 from zerotune.plan.plan import ResolvedPlan
 from zerotune.plan.resolved import host_obstacle
 
@@ -84,7 +85,7 @@ def _why_not_streamed(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
 def _is_opaque(parameter: torch.Tensor) -> bool:
     """Whether a weight's values are neither its own nor those of tensors that can be listed."""
     kind = type(parameter)
-    if hasattr(kind, "__tensor_flatten__"):
+    if is_wrapper(kind):
         return parameter.requires_grad
     is_plain = kind.__torch_function__ == torch.nn.Parameter.__torch_function__
     return not is_plain and kind.__module__.partition(".")[0] != "bitsandbytes"

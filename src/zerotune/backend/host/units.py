@@ -25,6 +25,7 @@ from zerotune.plan.context import MastersName
 from zerotune.plan.facts import (
     UNIT_ALIGNED,
     inner_tensors,
+    is_wrapper,
     outermost_modules,
     repeated_modules,
 )
@@ -603,7 +604,7 @@ def follow_inner_tensors(model: torch.nn.Module) -> None:
     replaced: dict[int, Any] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if hasattr(parameter, "__tensor_flatten__"):
+            if is_wrapper(parameter):
                 module._parameters[name] = replaced.setdefault(id(parameter), wrap_again(parameter))
 
 
@@ -614,7 +615,7 @@ def wrap_again(tensor: Any, change: Callable[[Any], Any] = lambda inner: inner) 
         tensor: A frozen parameter, or a tensor that it wraps.
         change: Function from a wrapped tensor to the one in its place.
     """
-    if not hasattr(tensor, "__tensor_flatten__"):
+    if not is_wrapper(tensor):
         return change(tensor)
     names, context = tensor.__tensor_flatten__()
     inner = {name: wrap_again(getattr(tensor, name), change) for name in names}

@@ -24,7 +24,7 @@ import torch
 from zerotune.backend.host.units import wrap_again
 from zerotune.backend.step.awaited import BESIDE_THE_CONTENT, OF_THE_SHAPE, Awaited
 from zerotune.errors import EngineError
-from zerotune.plan.facts import inner_tensors
+from zerotune.plan.facts import inner_tensors, is_wrapper
 
 if TYPE_CHECKING:
     from zerotune.backend.host.units import Member, Unit
@@ -300,7 +300,7 @@ class Inside(threading.local):
             _Wrapped(place=part._parameters, name=name, inside=parameter)
             for part in module.modules()
             for name, parameter in part._parameters.items()
-            if hasattr(parameter, "__tensor_flatten__")
+            if is_wrapper(parameter)
             and all(isinstance(inner, StreamedWeight) for _, inner in inner_tensors(parameter))
         ]
         for each in self._wrapped[module]:
