@@ -13,7 +13,8 @@ import attrs
 
 from tests.plan.conftest import REFERENCE_A, REFERENCE_B, REFERENCE_C
 from tests.plan.styles import ACCELERATE, DEEPSPEED, SIMPLETUNER, TRAINERS
-from zerotune.plan.keys import LAUNCH, TOP_LEVEL, ZERO
+from zerotune.plan.keys import TOP_LEVEL, ZERO
+from zerotune.plan.launch_settings import LAUNCH_SETTINGS
 from zerotune.plan.optimizer.catalogue import OPTIMIZERS
 from zerotune.plan.optimizer.schedules import SCHEDULERS
 from zerotune.plan.plan import DeepSpeedPlan
@@ -22,7 +23,6 @@ from zerotune.plan.sections import (
     AioSection,
     Bf16Section,
     Fp16Section,
-    LaunchSection,
     OffloadSection,
     ZeroSection,
 )
@@ -81,11 +81,10 @@ SECTIONS: Final[dict[str, type[Section]]] = {
 }
 KEYS: Final = sorted(
     {
-        *TOP_LEVEL, *ZERO, *LAUNCH, "deepspeed_config", "deepspeed_config_file", "zero_stage",
+        *TOP_LEVEL, *ZERO, *LAUNCH_SETTINGS, "deepspeed_config", "zero_stage",
         "cpu_offload", "lr", "betas", "warmup_num_steps", "total_num_steps", "max_grad_norm",
         "--mixed_precision", "zero3_save_16bit_model", "<<", "", "a.b", "\x00", "é", "_note",
         *(each.name for each in modelled(DeepSpeedPlan)),
-        *(each.name for each in modelled(LaunchSection)),
         *(each.name for cls in SECTIONS.values() for each in modelled(cls)),
     }
 )  # fmt: skip
@@ -207,7 +206,7 @@ def _written(chance: random.Random, config: Any) -> Case:
         key = chance.choice(("deepspeed_config", "--deepspeed_config", "deepspeed"))
         named = chance.choice((config, config, json.dumps(config), "", "case.json", "no.json"))
         around = {key: named}
-        for name in chance.sample(sorted((*LAUNCH, "mixed_precision", "num_processes")), 3):
+        for name in chance.sample(sorted(LAUNCH_SETTINGS), 3):
             around[name] = _value(chance)
         if chance.random() < 0.5:
             around["distributed_type"] = chance.choice(("DEEPSPEED", "NO", False, None))

@@ -17,7 +17,8 @@ from zerotune.errors import (
     UnknownKeyError,
 )
 from zerotune.plan import DeepSpeedPlan
-from zerotune.plan.accelerate import OF_THE_SCRIPT, TOP_LEVEL
+from zerotune.plan.accelerate import OF_THE_SCRIPT
+from zerotune.plan.launch_settings import LAUNCH_SETTINGS
 
 
 @pytest.fixture
@@ -264,7 +265,8 @@ def test_the_known_keys_equal_those_of_the_installed_accelerate():
     config_args = pytest.importorskip("accelerate.commands.config.config_args")
     fields = set(config_args.ClusterConfig.__dataclass_fields__)
     translated = {"fp16", "dynamo_backend"}  # by BaseConfig.process_config, from older files
-    assert (fields - {"deepspeed_config"}) | translated == TOP_LEVEL
+    known = {name for name, row in LAUNCH_SETTINGS.items() if row.place == "top"}
+    assert (fields - {"deepspeed_config"}) | translated == known
 
 
 def test_a_named_file_is_found_beside_the_yaml(read, tmp_path):

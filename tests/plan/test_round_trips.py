@@ -8,16 +8,16 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.plan.test_properties import CONFIGS, JUNK, SCALARS, SLOW, names, plan_or_error
+from tests.plan.test_properties import CONFIGS, JUNK, SCALARS, SLOW, plan_or_error
 from zerotune.errors import PlanError
 from zerotune.plan import DeepSpeedPlan, plan_document
-from zerotune.plan import keys as known_keys
+from zerotune.plan.accelerate import BLOCK_KEYS
 from zerotune.plan.read import SHORT_NAMES
 from zerotune.plan.sections import LaunchSection
 from zerotune.plan.source import parse_yaml
 
 LAUNCHES = st.dictionaries(
-    st.sampled_from(sorted({*names(LaunchSection), *known_keys.LAUNCH, "offload_param_path"})),
+    st.sampled_from(sorted(LaunchSection.known_names())),
     SCALARS | st.sampled_from(["bf16", "no", "fp16", "fp8"]),
     max_size=4,
 )
@@ -81,9 +81,7 @@ GOOD_LAUNCHES = st.fixed_dictionaries(
     },
 )
 BLOCKS = st.dictionaries(
-    st.sampled_from(
-        [*sorted(known_keys.ACCELERATE_BLOCK), "train_batch_size", "zero_optimization"]
-    ),
+    st.sampled_from([*sorted(BLOCK_KEYS), "train_batch_size", "zero_optimization"]),
     SCALARS | st.sampled_from(['{"zero_optimization": {"stage": 3}}', "e30="]),
     max_size=6,
 )

@@ -17,7 +17,6 @@ from zerotune.plan.plan import Advice
 from zerotune.plan.remedies import Remedy
 from zerotune.plan.sections import PRECISIONS
 from zerotune.plan.text.advice import FOREMOST, candidate_data, foremost
-from zerotune.plan.write import in_order
 
 _ADVISED_SECTIONS: Final = ("zero_optimization", "aio")
 
@@ -141,7 +140,7 @@ def _candidate_form(candidate: Candidate, state: FormState, setup: Setup) -> dic
     data = candidate_data(candidate)
     advised = data.pop("plan")
     kept = {key: value for key, value in state.config.items() if key not in _ADVISED_SECTIONS}
-    config = in_order({**advised, **kept}, state.config)
+    config = {**advised, **kept}
     zero = state.config.get("zero_optimization")
     before = zero if isinstance(zero, dict) else {}
     sections = (before.get("offload_optimizer"), before.get("offload_param"))

@@ -113,7 +113,6 @@ class Api:
         try:
             return self.session.apply(
                 preview.plan,
-                like=preview.form_config,
                 version=_version(payload),
                 processes=preview.setup.world_size,
             )
@@ -133,7 +132,6 @@ class Api:
         return self.session.save(
             reading.plan,
             path,
-            like=state.config,
             version=_version(payload),
             processes=read_setup(state.setup)[0].world_size,
         )

@@ -22,7 +22,6 @@ from zerotune.plan.plan import raised
 from zerotune.plan.read import plan_from_mapping, read_partly
 from zerotune.plan.settings import read_launch, with_launch
 from zerotune.plan.source import wrapper_of
-from zerotune.plan.write import in_order
 
 _ChoiceT = TypeVar("_ChoiceT")
 
@@ -148,20 +147,13 @@ class FormState:
         )
 
     @classmethod
-    def of_plan(
-        cls,
-        plan: DeepSpeedPlan,
-        *,
-        setup: Mapping[str, Any] | None = None,
-        like: Mapping[str, Any] | None = None,
-    ) -> FormState:
-        """Return the form state of a plan; configuration keys are in the order of ``like``."""
+    def of_plan(cls, plan: DeepSpeedPlan, *, setup: Mapping[str, Any] | None = None) -> FormState:
+        """Return the form state of a plan."""
         launch = plan.launch.to_dict() if plan.launch else {}
         around = dict(setup or {})
         if isinstance(launch.get("num_processes"), int) and launch["num_processes"] > 0:
             around["world_size"] = launch["num_processes"]
-        config = in_order(plan.to_dict(), like or {})
-        return cls(config=config, launch=launch, setup=around)
+        return cls(config=plan.to_dict(), launch=launch, setup=around)
 
     def data(self) -> dict[str, Any]:
         """Return the state as a JSON-serialisable dict."""

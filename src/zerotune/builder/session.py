@@ -137,14 +137,8 @@ def open_text(text: str, *, name: str, root: Root, folder: Path | None = None) -
         wrong = tuple(map(Decision.of, error.each()))
         return OpenedConfig(state=FormState(config=config), messages=wrong, source=name)
     messages = tuple(notable_decisions(plan.decisions))
-    state = FormState.of_plan(plan, like=_inner_config(content))
+    state = FormState.of_plan(plan)
     return OpenedConfig(state=state, messages=messages, source=name)
-
-
-def _inner_config(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the configuration that a trainer's file contains, or the file's own content."""
-    inside = content.get(wrapper_of(content) or "")
-    return inside if isinstance(inside, Mapping) else content
 
 
 # -- The plan file, and the plan applied last.
@@ -218,7 +212,6 @@ class Session:
         self,
         plan: DeepSpeedPlan,
         *,
-        like: Mapping[str, Any],
         version: str | None,
         processes: int = 1,
     ) -> dict[str, Any]:
@@ -226,7 +219,6 @@ class Session:
 
         Args:
             plan: Plan to apply.
-            like: The form's configuration, whose key order is kept.
             processes: Number of processes for accelerate's launcher if the plan does not set it.
             version: Expected version of the plan file; ``None`` overwrites any version.
         """
@@ -239,9 +231,7 @@ class Session:
         written: dict[str, Any] = {"version": None, "paths": [], "backups": [], "decisions": []}
         with self._lock:
             if self.plan_file is not None:
-                written = self._write(
-                    plan, self.plan_file, like=like, version=version, processes=processes
-                )
+                written = self._write(plan, self.plan_file, version=version, processes=processes)
             answer = None if self._on_apply is None else self._on_apply(plan)
             self.applied = plan
         return {**written, "answer": answer if isinstance(answer, str) else None}
@@ -251,7 +241,6 @@ class Session:
         plan: DeepSpeedPlan,
         path: Path,
         *,
-        like: Mapping[str, Any],
         version: str | None,
         processes: int = 1,
     ) -> dict[str, Any]:
@@ -259,13 +248,12 @@ class Session:
 
         Args:
             plan: Plan to write.
-            like: The form's configuration, whose key order is kept.
             processes: Number of processes for accelerate's launcher if the plan does not set it.
             path: File to write, already checked by ``Root.inside``.
             version: Expected version of the file; ``None`` overwrites any version.
         """
         with self._lock:
-            written = self._write(plan, path, like=like, version=version, processes=processes)
+            written = self._write(plan, path, version=version, processes=processes)
             if path == self.plan_file:
                 self.applied = plan
         return written
@@ -275,7 +263,6 @@ class Session:
         plan: DeepSpeedPlan,
         path: Path,
         *,
-        like: Mapping[str, Any],
         version: str | None,
         processes: int,
     ) -> dict[str, Any]:
@@ -290,7 +277,7 @@ class Session:
             )
         if format_of(path) == "accelerate":
             plan = launchable(plan, processes=processes)
-        saved = plan.save(path, lossy=droppable_settings(plan), like=like)
+        saved = plan.save(path, lossy=droppable_settings(plan))
         return {
             "version": version_of(path),
             "paths": [str(each) for each in saved.paths],

@@ -22,19 +22,17 @@ from zerotune.errors import (
     UnknownKeyError,
     ZeroTuneError,
 )
-from zerotune.plan import keys as known_keys
-from zerotune.plan.keys import LAUNCH_IN_BLOCK, PLACES
-from zerotune.plan.section import Section, modelled, put_setting, unknown_key
+from zerotune.plan.keys import PLACES
+from zerotune.plan.launch_settings import FILE, IN_BLOCK, LAUNCH_SETTINGS, STEPS, launch_setting
+from zerotune.plan.section import Section, put_setting, unknown_key
 from zerotune.plan.sections import LaunchSection, ZeroSection
 from zerotune.plan.settings import Settings, read_launch
 from zerotune.plan.source import read_named, tolerated
 from zerotune.plan.values import AUTO, Choice, Integer, refuse_template
 
 BLOCK = "deepspeed_config"
-FILE = "deepspeed_config_file"
 DEFAULT_STAGE = 2
 """ZeRO stage that ``DeepSpeedPlugin`` uses if none is set."""
-STEPS: Final = "gradient_accumulation_steps"
 OF_THE_SCRIPT: Final = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -43,19 +41,8 @@ OF_THE_SCRIPT: Final = (
 )
 """DeepSpeed settings that accelerate takes from the script if the ``deepspeed_config`` block does
 not set them."""
-TOP_LEVEL = frozenset(
-    {
-        "distributed_type",
-        "mixed_precision",
-        "num_processes",
-        "num_machines",
-        "machine_rank",
-        "main_process_ip",
-        "main_process_port",
-        *(known_keys.LAUNCH - known_keys.ACCELERATE_BLOCK),
-    }
-)
-"""Keys that accelerate accepts outside the ``deepspeed_config`` block."""
+BLOCK_KEYS: Final = IN_BLOCK | PLACES.keys()
+"""Keys that accelerate reads inside the ``deepspeed_config`` block."""
 
 
 def is_accelerate(content: Mapping[Any, Any]) -> bool:
@@ -168,8 +155,7 @@ class _Translation:
         def name(key: str, *, inside: bool) -> str:
             return f"{BLOCK}.{key}" if inside else key
 
-        settings = [*known_keys.LAUNCH, *(each.name for each in modelled(LaunchSection))]
-        names = {f"launch.{key}": name(key, inside=key in LAUNCH_IN_BLOCK) for key in settings}
+        names = {f"launch.{key}": name(key, inside=key in IN_BLOCK) for key in LAUNCH_SETTINGS}
         if self._names_file():
             return names
         for key, path in PLACES.items():
@@ -213,7 +199,7 @@ class _Translation:
 
     def _split(self) -> tuple[dict[str, Any], dict[str, Any], str | None, Path | None]:
         """Return launch settings, DeepSpeed configuration, and name and folder of its file."""
-        launched = {key: self.block[key] for key in self.block if key in LAUNCH_IN_BLOCK}
+        launched = {key: self.block[key] for key in self.block if key in IN_BLOCK}
         config: dict[str, Any] = {}
         for key, path in PLACES.items():
             if not self._names_file():
@@ -227,9 +213,7 @@ class _Translation:
                 "gradient_accumulation_plugin; omit the key",
                 "warning",
             )
-        inline = {
-            key: self.block[key] for key in self.block if key not in known_keys.ACCELERATE_BLOCK
-        }
+        inline = {key: self.block[key] for key in self.block if key not in BLOCK_KEYS}
         source, inside = None, None
         if self._names_file():
             config, source, inside = self._named_file()
@@ -338,18 +322,15 @@ class _Translation:
 
     def _known(self) -> dict[Any, Any]:
         """Return the known settings outside the block; record those that accelerate rejects."""
-        known = {attribute.name for attribute in modelled(LaunchSection)} | known_keys.LAUNCH
-        passed = {
-            f"launch.{name}" for name in (*known, *LaunchSection.aliases)
-        } | self.log.also_known
+        passed = {f"launch.{name}" for name in LaunchSection.known_names()} | self.log.also_known
         kept: dict[Any, Any] = {}
         for key, value in self.around.items():
             name = key if isinstance(key, str) else repr(key)
             if f"launch.{name}" not in passed:
-                self.log.refuse(unknown_key(Settings, name, value, name, known))
+                self.log.refuse(unknown_key(Settings, name, value, name, LAUNCH_SETTINGS))
                 continue
             kept[key] = value
-            if name not in TOP_LEVEL:
+            if launch_setting(name).place != "top":
                 self.log.decide(
                     f"launch.{name}",
                     value,
@@ -412,9 +393,7 @@ def _merge(merged: dict[str, Any], key: Any, value: Any, log: Log) -> None:
                 value,
                 edits=[REMOVAL],
             )
-        raise unknown_key(
-            Section, key, value, f"{BLOCK}.{key}", known_keys.ACCELERATE_BLOCK | plan_keys()
-        )
+        raise unknown_key(Section, key, value, f"{BLOCK}.{key}", BLOCK_KEYS | plan_keys())
     if key in merged and merged[key] != value:
         raise PlanConflictError(
             "is set under accelerate's key and under DeepSpeed's key, with different values",

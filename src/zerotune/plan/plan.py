@@ -329,7 +329,6 @@ class DeepSpeedPlan(Settings):
         *,
         format: str | None = None,  # noqa: A002
         lossy: Collection[str] = (),
-        like: Mapping[str, Any] | None = None,
     ) -> SavedPlan:
         """Write the plan to a file atomically.
 
@@ -338,14 +337,13 @@ class DeepSpeedPlan(Settings):
             format: ``"deepspeed"`` or ``"accelerate"``; by default, the suffix determines the
                 format.
             lossy: Launch settings that may be dropped if the format does not support them.
-            like: A configuration that determines the order of keys in JSON output.
 
         Raises:
             InvalidValueError: A launch setting is neither supported by the format nor named in
                 ``lossy``; nothing is written.
             PlanFileError: The file cannot be written, or contains a trainer's other settings.
         """
-        return write.save_plan(self, path, format=format, lossy=lossy, like=like)
+        return write.save_plan(self, path, format=format, lossy=lossy)
 
     def with_overrides(
         self, overrides: Mapping[str, Any], *, also_known: Collection[str] = ()

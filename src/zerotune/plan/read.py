@@ -14,12 +14,12 @@ from zerotune._util.text import is_integer
 from zerotune.decisions import Decision, Log
 from zerotune.errors import InvalidValueError, PlanConflictError, ZeroTuneError
 from zerotune.plan import accelerate
-from zerotune.plan.keys import LAUNCH_IN_BLOCK, PLACES
+from zerotune.plan.keys import PLACES
+from zerotune.plan.launch_settings import FILE, IN_BLOCK, INIT_FLAG
 from zerotune.plan.section import Nested, Section, join, modelled, put_setting, read_section
 from zerotune.plan.sections import PRECISION_SYNONYMS, PRECISIONS, LaunchSection, ZeroSection
 from zerotune.plan.settings import Settings, SettingsT, passed_paths, read_launch, with_launch
 from zerotune.plan.source import (
-    INIT_FLAG,
     MICRO_KEYS,
     TRAINER_KEYS,
     WRAPPERS,
@@ -199,7 +199,7 @@ class _Wrapped:
     def plan(self, source: str, folder: Path | None) -> Settings:
         file, wrapper, written = source, self.wrapper, self.config[self.wrapper]
         beside: Mapping[Any, Any] = {}
-        if isinstance(written, Mapping) and wrapper_of(written) == accelerate.FILE:
+        if isinstance(written, Mapping) and wrapper_of(written) == FILE:
             written, beside = self._named_in_block(written)
         if is_off(written):
             self.log.decide(
@@ -252,22 +252,22 @@ class _Wrapped:
 
     def _named_in_block(self, block: Mapping[Any, Any]) -> tuple[Any, Mapping[Any, Any]]:
         """Return the configuration file that a block names, and its launch settings."""
-        beside = {key: value for key, value in block.items() if key != accelerate.FILE}
-        others = sorted(str(key) for key in beside if key not in LAUNCH_IN_BLOCK)
+        beside = {key: value for key, value in block.items() if key != FILE}
+        others = sorted(str(key) for key in beside if key not in IN_BLOCK)
         if others:
             raise PlanConflictError(
                 f"names a file, so the block may not contain other keys: {', '.join(others)}",
                 "move the other keys to the file",
-                f"{self.wrapper}.{accelerate.FILE}",
-                block[accelerate.FILE],
+                f"{self.wrapper}.{FILE}",
+                block[FILE],
             )
         self.log.decide(
             self.wrapper,
-            f"an object with {accelerate.FILE}",
-            block[accelerate.FILE],
+            f"an object with {FILE}",
+            block[FILE],
             "this is how SimpleTuner names a configuration file",
         )
-        return block[accelerate.FILE], beside
+        return block[FILE], beside
 
     def _with_micro_batch(self, plan: Settings) -> Settings:
         """Read a trainer's batch size as samples per pass and rank."""

@@ -20,13 +20,13 @@ from zerotune.plan.keys import (
     AIO,
     BF16,
     FP16,
-    LAUNCH,
     MISSPELT_ZERO,
     OFFLOAD,
     OPTIMIZER,
     ZERO,
     ZERO_ALIASES,
 )
+from zerotune.plan.launch_settings import LAUNCH_SETTINGS
 from zerotune.plan.section import Nested, Section, extra_keys, setting
 from zerotune.plan.values import NULL, Auto, Boolean, Choice, Folder, Free, Integer, Number, Text
 from zerotune.platform.facts import CUDA
@@ -284,7 +284,7 @@ class AioSection(Section):
 class LaunchSection(Section):
     """Launch settings from an accelerate YAML or a trainer's file; never passed to DeepSpeed."""
 
-    passed_through: ClassVar[frozenset[str]] = LAUNCH
+    passed_through: ClassVar[frozenset[str]] = frozenset(LAUNCH_SETTINGS)
     aliases: ClassVar[Mapping[str, str]] = {"max_grad_norm": "gradient_clipping"}
 
     distributed_type: str | None = setting(Text())

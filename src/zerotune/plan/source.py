@@ -351,8 +351,6 @@ TRAINER_KEYS = {
 """Keys of a trainer's file, and the launch setting that each key sets."""
 MICRO_KEYS = ("train_batch_size", "per_device_train_batch_size", "micro_batch_size")
 """Keys of a trainer's file that set the number of samples per forward pass and rank."""
-INIT_FLAG = "zero3_init_flag"
-"""Launch setting that SimpleTuner's documentation puts among DeepSpeed's keys."""
 
 
 def wrapper_of(config: Mapping[Any, Any]) -> str | None:

@@ -14,19 +14,13 @@ from zerotune._util.files import sync, write_atomically
 from zerotune._util.text import as_texts, is_integer, is_number
 from zerotune.decisions import Decision, Log
 from zerotune.errors import UNSET, InvalidValueError, PlanFileError, PlanSyntaxError
-from zerotune.plan.accelerate import (
-    BLOCK,
-    FILE,
-    OF_THE_SCRIPT,
-    STEPS,
-    TOP_LEVEL,
-    device_list,
-)
-from zerotune.plan.keys import LAUNCH_IN_BLOCK, PLACES, STARTING
-from zerotune.plan.section import Nested, Section, modelled, put_setting, value_at
+from zerotune.plan.accelerate import BLOCK, OF_THE_SCRIPT, device_list
+from zerotune.plan.keys import PLACES
+from zerotune.plan.launch_settings import FILE, INIT_FLAG, STEPS, launch_setting
+from zerotune.plan.section import put_setting, read_section, value_at
 from zerotune.plan.sections import FP16_BESIDE, PRECISIONS, LaunchSection
-from zerotune.plan.settings import Settings, SettingsT
-from zerotune.plan.source import INIT_FLAG, parse_json, read_text, refuse_long_yaml, wrapper_of
+from zerotune.plan.settings import Settings, SettingsT, passed_paths
+from zerotune.plan.source import parse_json, read_text, refuse_long_yaml, wrapper_of
 from zerotune.plan.values import AUTO, as_tuple, copied
 
 # -- Atomic writing of files.
@@ -90,7 +84,6 @@ def plan_document(
     format: str = "deepspeed",  # noqa: A002
     *,
     lossy: Collection[str] = (),
-    like: Mapping[str, Any] | None = None,
 ) -> PlanDocument:
     """Convert a plan to text in the given format; reading the text gives an equivalent plan.
 
@@ -102,15 +95,13 @@ def plan_document(
         lossy: Launch settings that may be dropped if the format does not support them. Settings
             that only affect how processes start are always dropped; a decision records this.
             ``"num_processes"`` must be listed if the batch size per rank depends on it.
-        like: A configuration that determines the order of keys in JSON output; by default the order
-            of the plan's fields.
 
     Raises:
         InvalidValueError: The format is unknown, or a launch setting is neither supported by the
             format nor named in ``lossy``.
     """
     dropped = frozenset(name.strip().removeprefix("launch.") for name in as_texts(lossy))
-    writer = _Writer(plan=plan, lossy=dropped, like=like or {})
+    writer = _Writer(plan=plan, lossy=dropped)
     if format == "deepspeed":
         return writer.deepspeed()
     if format == "accelerate":
@@ -154,12 +145,11 @@ def save_plan(
     *,
     format: str | None = None,  # noqa: A002
     lossy: Collection[str] = (),
-    like: Mapping[str, Any] | None = None,
 ) -> SavedPlan:
     """Write a plan to a file as ``DeepSpeedPlan.save`` does."""
     target = Path(path)
     format = format or format_of(target)  # noqa: A001
-    document = plan_document(plan, format, lossy=lossy, like=like)
+    document = plan_document(plan, format, lossy=lossy)
     backup = _write_with_backup(target, document.text)
     return SavedPlan(
         format=format,
@@ -195,65 +185,10 @@ def format_of(path: Path) -> str:
     )
 
 
-def in_order(config: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-    """Sort the keys of ``config`` as in ``like``; keys that are not in ``like`` come last."""
-    names = [name for name in like if name in config]
-    ordered = {name: config[name] for name in (*names, *config)}
-    for name in names:
-        inside, other = ordered[name], like[name]
-        if isinstance(inside, Mapping) and isinstance(other, Mapping):
-            ordered[name] = in_order(inside, other)
-    return ordered
-
-
 # -- Settings that a format does not support.
 
 
-_WHERE_READ: Final = ("distributed_type", FILE)
-"""Launch settings that only describe the origin of the plan."""
-_UNSAID: Final[Mapping[str, Any]] = {
-    "compute_environment": "LOCAL_MACHINE",
-    "debug": False,
-    "downcast_bf16": False,
-    "dynamo_backend": False,
-    "enable_cpu_affinity": False,
-    "deepspeed_multinode_launcher": "standard",
-    "fp16": False,
-    "fsdp_config": {},
-    "machine_rank": 0,
-    "main_process_ip": "",
-    "main_training_function": "main",
-    "megatron_lm_config": {},
-    "num_machines": 1,
-    "rdzv_backend": "static",
-    "same_network": True,
-    "tpu_env": [],
-    "tpu_use_cluster": False,
-    "tpu_use_sudo": False,
-    "use_cpu": False,
-}
-"""Values that ``accelerate config`` writes by default, by launch setting; ``False`` also stands for
-an unquoted "no" in YAML."""
-_LAUNCHER_SETTINGS: Final = STARTING | {
-    "machine_rank",
-    "main_process_ip",
-    "main_process_port",
-    "num_machines",
-    "num_processes",
-}
-"""Settings that only affect how processes are started, not how a plan is resolved."""
 _OPEN: Final = [(key, AUTO) for key in OF_THE_SCRIPT]
-
-
-def _order_of(cls: type[Section]) -> dict[str, Any]:
-    kinds = {attribute.name: attribute.metadata["kind"] for attribute in modelled(cls)}
-    return {
-        name: _order_of(kind.cls) if isinstance(kind, Nested) else None
-        for name, kind in kinds.items()
-    }
-
-
-_CONFIG_ORDER: Final = _order_of(Settings)
 _PRECISION_SECTIONS: Final[Mapping[str, dict[str, Any]]] = {
     "bf16": {},
     "fp16": FP16_BESIDE.to_dict(),
@@ -267,7 +202,6 @@ class _Writer(Log):
 
     plan: Settings
     lossy: frozenset[str] = frozenset()
-    like: Mapping[str, Any] = attrs.field(factory=dict)
     config: dict[str, Any] = attrs.field(init=False)
     """The configuration as it will be written."""
     launched: dict[str, Any] = attrs.field(init=False)
@@ -282,60 +216,62 @@ class _Writer(Log):
         where = "DeepSpeed's own configuration"
         self._settle_inside(where)
         self._settle_precision(f"{where} sets the precision itself")
-        config = in_order(in_order(self.config, _CONFIG_ORDER), self.like)
+        config = self._in_order()
         if not self._says_nothing(INIT_FLAG, self.launched.get(INIT_FLAG)):
             flag = config[INIT_FLAG] = self.launched.pop(INIT_FLAG)
             if not flag:  # True is accelerate's default at stage 3.
                 reason = "accelerate ignores this key here; launch with --zero3_init_flag false"
                 self.decide(f"launch.{INIT_FLAG}", flag, flag, reason, "warning")
-        left = {key: value for key, value in self.launched.items() if key not in _WHERE_READ}
-        self._drop_rest(left, f"{where} does not support this setting")
+        self._drop(self.launched, f"{where} does not support this setting")
         text = json.dumps(config, indent=2, allow_nan=False) + "\n"
         return PlanDocument(format="deepspeed", text=text, decisions=self.decisions)
 
-    def _drop_rest(self, left: Mapping[str, Any], why: str) -> None:
+    def _in_order(self) -> dict[str, Any]:
+        """Return the configuration in the order of the plan's fields."""
+        log = Log(also_known=passed_paths(self.plan))
+        return log.whole(lambda: read_section(Settings, self.config, key="", log=log)).to_dict()
+
+    def _drop(self, left: Mapping[str, Any], why: str) -> None:
         """Record each dropped setting; raise an error if ``lossy`` does not allow it."""
         parts = (self.plan.train_micro_batch_size_per_gpu, self.plan.gradient_accumulation_steps)
-        shares = is_integer(self.plan.train_batch_size) and not all(map(is_integer, parts))
         # The number of processes is needed to compute the batch sizes.
-        starting = _LAUNCHER_SETTINGS - {"num_processes"} if shares else _LAUNCHER_SETTINGS
-        started = "the setting only affects how processes are launched; pass it to the launcher"
+        shares = is_integer(self.plan.train_batch_size) and not all(map(is_integer, parts))
         lost: list[str] = []
         for key, value in left.items():
-            path = f"launch.{key}"
+            path, row = f"launch.{key}", launch_setting(key)
+            if row.is_origin:
+                continue
             if self._says_nothing(key, value):
                 self.decide(path, value, None, "it is the launcher's default")
             elif key in self.lossy:
                 lost.append(key)
                 self.decide(path, value, None, why, "warning")
-            elif key in starting:
-                self.decide(path, value, None, started)
+            elif row.starts and not (shares and key == "num_processes"):
+                started = "the setting only affects how processes are launched; pass it to the "
+                self.decide(path, value, None, f"{started}launcher")
             else:
                 lost.append(key)
         refused = [key for key in lost if key not in self.lossy]
-        if refused:
-            others = f" (nor {', '.join(refused[1:])})" if refused[1:] else ""
-            known = (TOP_LEVEL | LAUNCH_IN_BLOCK) - {"mixed_precision"}
-            keep = "use accelerate's format, which supports it, or "
-            keep = keep if known.issuperset(refused) else ""
-            raise InvalidValueError(
-                f"{why}{others}",
-                f"{keep}allow dropping it: lossy={lost}",
-                f"launch.{refused[0]}",
-                left[refused[0]],
-                shell_fix=f"{keep}allow dropping it: --lossy {','.join(lost)}",
-            )
+        if not refused:
+            return
+        others = f" (nor {', '.join(refused[1:])})" if refused[1:] else ""
+        # accelerate's format has no place for the precision beside a whole configuration.
+        sayable = all(launch_setting(key).place and key != "mixed_precision" for key in refused)
+        keep = "use accelerate's format, which supports it, or " if sayable else ""
+        raise InvalidValueError(
+            f"{why}{others}",
+            f"{keep}allow dropping it: lossy={lost}",
+            f"launch.{refused[0]}",
+            left[refused[0]],
+            shell_fix=f"{keep}allow dropping it: --lossy {','.join(lost)}",
+        )
 
     def _says_nothing(self, key: str, value: Any) -> bool:
         if key == INIT_FLAG and self.plan.stage in (0, 1, 2):
             return True
         if key == "dynamo_config" and isinstance(value, Mapping):
             key, value = "dynamo_backend", value.get("dynamo_backend")
-        if value is None or value in ({}, []):
-            return True
-        if isinstance(value, str) and value.strip().lower() == "no":
-            value = False
-        return key in _UNSAID and _UNSAID[key] == value and type(_UNSAID[key]) is type(value)
+        return launch_setting(key).says_nothing(value)
 
     def _settle_inside(self, where: str) -> None:
         """Move settings from beside the configuration into the configuration."""
@@ -346,7 +282,8 @@ class _Writer(Log):
     def _settle_batch(self, where: str) -> None:
         """Move batch and clipping settings of the launcher into the configuration."""
         for key in (STEPS, "gradient_clipping"):
-            launched, written = self.launched.pop(key, None), self.config.get(key)
+            path, launched = launch_setting(key).path, self.launched.pop(key, None)
+            written = self.config.get(path)
             if launched is None:
                 continue
             after, is_open = None, written in (None, AUTO)
@@ -354,10 +291,10 @@ class _Writer(Log):
             if key == STEPS and is_open and all(map(is_integer, sizes)):
                 reason = "the value follows from the two batch sizes, so it is redundant"
             elif is_open:
-                self.config[key] = after = launched
-                reason = f"{where} has only one key for this setting, so it is written as {key}"
+                self.config[path] = after = launched
+                reason = f"{where} has only one key for this setting, so it is written as {path}"
             else:
-                kept = f"{key} = {written} takes precedence"
+                kept = f"{path} = {written} takes precedence"
                 reason = f"{where} has only one key for this setting, and {kept}"
             self.decide(f"launch.{key}", launched, after, reason)
 
@@ -367,10 +304,11 @@ class _Writer(Log):
         folders = {name: self.launched.pop(name, None) for name in names}
         shared, own = folders.values()
         for part, folder in {"param": shared, "optimizer": own or shared}.items():
-            path = f"zero_optimization.offload_{part}"
-            if folder is not None and value_at(self.config, f"{path}.device") == "nvme":
-                before = put_setting(self.config, f"{path}.nvme_path", folder)
-                self.decide(f"{path}.nvme_path", before, folder, f"{where} names it nvme_path")
+            device = value_at(self.config, f"zero_optimization.offload_{part}.device")
+            if folder is not None and device == "nvme":
+                path = launch_setting(f"offload_{part}_path").path
+                before = put_setting(self.config, path, folder)
+                self.decide(path, before, folder, f"{where} names it nvme_path")
         reason = f"{where} has swap folders only for parts that are offloaded to NVMe"
         for name, folder in folders.items():
             if folder is not None:
@@ -407,7 +345,7 @@ class _Writer(Log):
             return
         for name, beside in _PRECISION_SECTIONS.items():
             if not stands and (name == asked or written[name] == AUTO):
-                section = self.config.get(name) or beside
+                section = self.config.get(name, beside)
                 self.config[name] = {"enabled": None} | section | {"enabled": name == asked}
         self.decide("launch.mixed_precision", asked, None, reason)
 
@@ -440,15 +378,16 @@ class _Writer(Log):
                 reason = f"{reason}: {', '.join(open_keys)}"
                 self.decide(open_keys[0], None, AUTO, reason)
         for key, value in self.launched.items():
-            if key in _WHERE_READ:
+            row = launch_setting(key)
+            if row.is_origin:
                 continue
-            if key in LAUNCH_IN_BLOCK and not without:  # else accelerate ignores the block
+            if row.place == "block" and not without:  # else accelerate ignores the block
                 block[key] = value
-            elif key in TOP_LEVEL:
+            elif row.place == "top":
                 content[key] = "no" if (key, value) == ("mixed_precision", "fp32") else value
             else:
                 refused[key] = value
-        self._drop_rest(refused, "accelerate rejects it there")
+        self._drop(refused, "accelerate rejects it there")
         content[BLOCK] = block
         return PlanDocument(format="accelerate", text=_yaml(content), decisions=self.decisions)
 
@@ -484,7 +423,7 @@ class _Writer(Log):
 
     def _config_text(self) -> str:
         # accelerate fails without this section; for DeepSpeed an empty section is like none.
-        config = {"zero_optimization": {}, **in_order(self.config, _CONFIG_ORDER)}
+        config = {"zero_optimization": {}, **self._in_order()}
         if self.launched.get("num_machines") in (None, 1):
             return _Readable(json.dumps(config, indent=2, allow_nan=False) + "\n")
         text = json.dumps(config, separators=(",", ":"), allow_nan=False)
