@@ -513,13 +513,13 @@ def prove(_settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def rates(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Measure bytes and operations per second, which bound every step.
 
-    Includes the rates of ``zerotune doctor --rates``, from which later pieces predict their times.
+    Includes the rates of the recipe ``measure_rates.py``, from which later pieces predict times.
     """
     import torch
+    from examples.recipes.measure_rates import measure_rates
 
     from bench.contestants import RATES
     from zerotune import detect_platform
-    from zerotune.backend.rates import measure_rates
     from zerotune.plan.memory.rates import store_rates
 
     nbytes = 2**24 if settings["quick"] else 2**30

@@ -1,6 +1,6 @@
 """Predicted step times, compared with measured ones on CPUs, over plans and models.
 
-Rates are measured as ``zerotune doctor --rates`` does it, alternating with steps, in a separate
+Rates are measured as the recipe ``measure_rates.py`` does it, alternating with steps, in a separate
 process: their allocations would change the C library's free lists, and so the steps' times. For the
 same reason, processes of steps start with a fresh heap and import everything themselves, as a
 script does. Both are measured as CPU time of one thread, which excludes other load on the machine.
@@ -117,10 +117,10 @@ def measure(settings: Mapping[str, Any], _scratch: Path) -> Measured:
 
 
 class Doctor:
-    """Measures rates as ``zerotune doctor --rates`` does, in CPU time of one thread."""
+    """Measures rates as the recipe ``measure_rates.py`` does, in CPU time of one thread."""
 
     def rates(self, scale: float) -> dict[str, float]:
-        from zerotune.backend.rates import measure_rates
+        from examples.recipes.measure_rates import measure_rates
 
         torch.set_num_threads(1)
         return measure_rates(device=torch.device("cpu"), scale=scale, now=time.process_time)

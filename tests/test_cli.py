@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -279,24 +278,6 @@ class TestBuild:
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
 )
 class TestThisMachine:
-    def test_doctor_saves_the_rates_it_measures(self, tmp_path, monkeypatch, capsys):
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        monkeypatch.setattr(
-            "zerotune.backend.measure_rates", lambda: {"products": 1.5e12, "host_step": 2e10}
-        )
-        parser = argparse.ArgumentParser()
-        doctor.configure(parser)
-        doctor.run(parser.parse_args(["--rates"]))
-        printed = capsys.readouterr()
-        assert "1,500.0 GFLOP/s, measured" in printed.out
-        assert "to host" in printed.out
-        assert "catalogued" in printed.out
-        assert str(tmp_path / "zerotune" / "rates.json") in printed.err
-        doctor.run(parser.parse_args(["--json"]))
-        rates = json.loads(capsys.readouterr().out)["rates"]
-        assert rates["host_step"] == {"per_second": 2e10, "source": "measured"}
-        assert rates["disk_read"]["source"] == "catalogued"
-
     def test_only_json_goes_to_stdout(self, tmp_path):
         done = run("doctor", "--json", TORCH_EXTENSIONS_DIR=str(tmp_path))
 

@@ -18,7 +18,7 @@ from zerotune.backend.op_builds import extensions_folder
 from zerotune.backend.ops import OpStatus, build_op, check_op_name, op_report
 from zerotune.cli import print_json
 from zerotune.errors import PlatformError, ZeroTuneError
-from zerotune.plan.memory.rates import RATE_NAMES, Rates, known_rates, store_rates
+from zerotune.plan.memory.rates import RATE_NAMES, known_rates
 from zerotune.platform import Platform, detect_platform
 from zerotune.platform.toolchain import Toolchain, detect_toolchain
 
@@ -27,7 +27,6 @@ _USABLE, _UNUSABLE = ("built", "installed"), ("blocked", "locked")
 _LABEL_CHARACTERS: Final = 15
 _FLAGS: Final = {
     "json": "print everything as JSON",
-    "rates": "measure how fast this machine computes and moves bytes, for predictions",
     "prove": "compare the fast paths with DeepSpeed's own step; a device uses them only after that",
     "allow-rocm": "allow DeepSpeed on ROCm (untested)",
 }
@@ -93,7 +92,7 @@ class Checkup:
         data["verdict"] = {"healthy": self.healthy, "text": self.verdict}
         return data
 
-    def _print(self, rates: Rates | None = None) -> None:
+    def _print(self) -> None:
         platform = self.platform
         sections: dict[str, Table] = {
             "Platform": _table(_platform_rows(platform)),
@@ -104,7 +103,6 @@ class Checkup:
             "Toolchain": _table(_toolchain_rows(self.toolchain, self.ops_folder)),
             "Ops": _ops_table(self.ops),
             "Fast paths": _table(_proof_rows(platform)),
-            "Rates": _table([] if rates is None else _rate_rows(rates)),
             "Decisions": _table((one.severity, str(one)) for one in platform.decisions),
         }
         blocks: list[Block] = []
@@ -172,18 +170,14 @@ def run(arguments: argparse.Namespace) -> int:
             _build(arguments.build, platform)
         proven = _prove(platform) if arguments.prove else True
         checkup = Checkup.of(platform)
-        if arguments.rates:
-            sys.stderr.write("measuring rates for a few seconds ...\n")
-            kept = store_rates(platform, backend.measure_rates())
-            sys.stderr.write(f"rates saved in {kept}\n")
-    rates = known_rates(platform)
     if arguments.json:
+        rates = known_rates(platform)
         told = {name: (getattr(rates, name), rates.source(name)) for name in RATE_NAMES}
         by_name = {name: {"per_second": rate, "source": of} for name, (rate, of) in told.items()}
         more = {"rates": {"origin": rates.origin, **by_name}, "proof": _proof_data(platform)}
         print_json(checkup.to_dict() | more)
     else:
-        checkup._print(rates if arguments.rates else None)
+        checkup._print()
     return 0 if checkup.healthy and proven else 1
 
 
@@ -228,15 +222,6 @@ def _proof_rows(platform: Platform) -> Iterator[tuple[str, str]]:
         yield "proof", next(iter(data["unproven"].values()))
     elif data:
         yield from ((path, data["unproven"].get(path, "proven")) for path in backend.PATHS)
-
-
-def _rate_rows(rates: Rates) -> Iterator[tuple[str, str]]:
-    yield "origin", rates.origin
-    units = {"products": ("GFLOP/s", 1e9), "operators": ("thousand/s", 1e3)}
-    for name in RATE_NAMES:
-        unit, size = units.get(name.partition("_")[0], ("GB/s", 1e9))
-        label = "  in fp32" if name.endswith("_fp32") else name.replace("_", " ")
-        yield label, f"{getattr(rates, name) / size:,.1f} {unit}, {rates.source(name)}"
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> Table:

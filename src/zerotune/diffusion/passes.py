@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
-from zerotune.backend.rates import moves_memory
 from zerotune.diffusion.activations import Loading, Stored, stored_strides
 
 KINDS: Final = ("products", "convolutions", "attention", "moved")
@@ -355,6 +354,11 @@ def _backward_of_convolution(grad: Any, image: Any, weight: Any, *settings: Any)
         list(image.shape), list(weight.shape), list(grad.shape), transposed=transposed
     )
     return int(once) * (int(wanted[0]) + int(wanted[1]))
+
+
+def moves_memory(func: Any) -> bool:
+    """Return whether an operator (``torch._ops.OpOverload``) reads or writes tensor elements."""
+    return not func.is_view and not func._opname.startswith(("empty", "new_empty", "detach"))
 
 
 @attrs.frozen(kw_only=True)

@@ -85,8 +85,8 @@ class MemoryEstimate(Estimate):
         """Predict the time of an optimizer step.
 
         Args:
-            rates: Speeds of the machine; by default those measured by ``zerotune doctor --rates``,
-                or else catalogued speeds.
+            rates: Speeds of the machine; by default those that the recipe ``measure_rates.py``
+                has stored, or else catalogued speeds.
 
         Returns:
             The time; ``None`` if the model's operation counts (``ModelFacts.arithmetic``) or the
@@ -608,8 +608,8 @@ class DeepSpeedPlan(Settings):
                 To adapt other layers, pass ``facts.with_adapters(rank, targets=...)`` as the model.
             base_dtype: Quantization of the base model under adapters (``"nf4"``, ``"fp4"``,
                 ``"int8"``, ``"fp8"``); by default the plan's precision.
-            rates: Speeds of the machine; by default the speeds that ``zerotune doctor --rates``
-                measured, or catalogue values if it has not been run.
+            rates: Speeds of the machine; by default the speeds that the recipe ``measure_rates.py``
+                has stored, or catalogue values if it has not been run.
             prefer: ``"fastest"``, or ``"least offload"`` for the least offload and the lowest stage
                 regardless of time. If the model's operation counts are unknown, the least offload
                 is chosen.

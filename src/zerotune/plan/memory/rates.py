@@ -21,7 +21,7 @@ _TERA: Final = 1e12
 
 
 def _check_rate(_instance: object, attribute: Any, value: Any) -> None:
-    fix = "measure the rate with `zerotune doctor --rates`"
+    fix = "measure the rate with the recipe measure_rates.py"
     positive(value, key=f"rates.{attribute.name}", fix=fix)
 
 

@@ -1,12 +1,15 @@
 """Measure within seconds how fast this machine computes and moves data.
 
-``zerotune.plan.memory.time`` uses these rates to estimate the duration of a training step.
+    python examples/recipes/measure_rates.py
+
+The rates are stored in the user's cache, and predictions of step times use them from then on.
 """
 
 from __future__ import annotations
 
+import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import attrs
@@ -14,11 +17,29 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import zerotune
 from zerotune.backend.accelerator import accelerator_of, current_accelerator
 from zerotune.backend.step.kernel import AdamNumbers, Piece, load_host_step
+from zerotune.diffusion.passes import moves_memory
 from zerotune.errors import PlatformError
+from zerotune.plan.memory.rates import store_rates
 
 _MIB = 2**20
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
+    options = parse(arguments)
+    found = measure_rates(scale=options.scale)
+    for name, rate in found.items():
+        print(f"{name:20} {rate:.3g} per second")
+    print(f"saved in {store_rates(zerotune.detect_platform(), found)}")
+    return found
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--scale", type=float, default=1.0, help="factor of sizes and durations")
+    return parser.parse_args(arguments)
 
 
 def measure_rates(
@@ -184,11 +205,6 @@ def _both_ways(forward: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> C
     return act
 
 
-def moves_memory(func: Any) -> bool:
-    """Return whether an operator (``torch._ops.OpOverload``) reads or writes tensor elements."""
-    return not func.is_view and not func._opname.startswith(("empty", "new_empty", "detach"))
-
-
 class _OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Count operators, including views, and the bytes that operators other than views access."""
 
@@ -224,3 +240,7 @@ def copy_rate(*, scale: float = 1.0, now: Callable[[], float] = time.perf_counte
         target.copy_(source)
         best = min(best, now() - begun)
     return 2 * source.nbytes / best
+
+
+if __name__ == "__main__":
+    main()
