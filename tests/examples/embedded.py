@@ -201,26 +201,11 @@ def swapped_in_silence() -> str:
         return error_of(lambda: run.attach(model))
 
 
-def as_diffusers_writes_them(
-    name: str, folder: str, *flags: str, zero: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """Run ``main`` of a script in diffusers' style; return its losses and the EMA it writes."""
+def on_an_engine(name: Any, folder: str, flags: tuple[str, ...]) -> dict[str, Any]:
+    """Run a script in diffusers' style on an engine; return its losses and the EMA it writes."""
     from diffusers import UNet2DModel
 
-    script = importlib.import_module(f"tests.examples.diffusers_{name}")
-    script.CONFIG["zero_optimization"] |= zero or {}
-    given = ["--output_dir", folder, "--checkpointing_steps", "3", *flags]
-    losses = script.main(script.parse_args(given))
-    average = UNet2DModel.from_pretrained(Path(folder) / "unet").state_dict()
-    return {
-        "losses": losses,
-        "average": {name: average[name].numpy() for name in sorted(average)},
-    }
-
-
-def on_an_engine(name: Any, folder: str, flags: tuple[str, ...]) -> dict[str, Any]:
-    """Run a script in diffusers' style on the host engine, or on DeepSpeed's."""
-    from tests.examples import diffusers_after as script
+    from tests.examples import diffusers_script as script
     from zerotune.training import EmbeddedPlan
 
     runs: list[EmbeddedPlan] = []
@@ -231,10 +216,17 @@ def on_an_engine(name: Any, folder: str, flags: tuple[str, ...]) -> dict[str, An
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script, "EmbeddedPlan", embedded)
-        seen = as_diffusers_writes_them("after", folder, *flags)
+        given = ["--output_dir", folder, "--checkpointing_steps", "3", *flags]
+        losses = script.main(script.parse_args(given))
     engine = runs[0].engine
-    seen |= {"engine": type(engine).__name__, "steps": engine.state.global_step}
-    return seen | {"explained": engine.explain()}
+    average = UNet2DModel.from_pretrained(Path(folder) / "unet").state_dict()
+    return {
+        "losses": losses,
+        "average": {name: tensor.numpy() for name, tensor in average.items()},
+        "engine": type(engine).__name__,
+        "steps": engine.state.global_step,
+        "explained": engine.explain(),
+    }
 
 
 def ended_as_diffusers_do(folder: str) -> dict[str, Any]:
@@ -243,7 +235,7 @@ def ended_as_diffusers_do(folder: str) -> dict[str, Any]:
     from diffusers import UNet2DModel
     from transformers import CLIPTextConfig, CLIPTextModel
 
-    from tests.examples import diffusers_after as script
+    from tests.examples import diffusers_script as script
     from zerotune import export_model
     from zerotune.training import EmbeddedPlan
 

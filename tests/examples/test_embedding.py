@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-import io
 import math
 import os
-import re
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +16,11 @@ import pytest
 import torch
 from examples.recipes.convert import convert
 
-from tests.examples import diffusers_after as script
+from tests.examples import diffusers_script as script
 from tests.examples.embedded import (
     ACCUMULATION,
     MICRO,
     SCHEDULE,
-    as_diffusers_writes_them,
     batches,
     ended_as_diffusers_do,
     gone_on_in_a_trainer,
@@ -114,53 +109,8 @@ def test_the_accelerate_script_with_a_plan_trains_as_before(checkpoint, tmp_path
     assert before["losses"] == pytest.approx(expected(1)[:BEFORE], rel=ALIKE)
 
 
-@engine_runs
-@pytest.mark.nightly
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_diffusers_style_script_trains_saves_and_resumes_as_before(world_size, tmp_path):
-    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    whole, parts = str(tmp_path / "before"), str(tmp_path / "after")
-    steps = ("--max_train_steps", str(ALL))
-    batch = ("--train_batch_size", str(MICRO * world_size))
-    (before,) = run_ranks(as_diffusers_writes_them, "before", whole, *steps, *batch, env=env)
-    stopped = ("--max_train_steps", str(BEFORE))
-    first = run_ranks(as_diffusers_writes_them, "after", parts, *stopped, world_size=world_size)
-    manifest = verify_checkpoint(f"{parts}/checkpoint-{BEFORE}")
-    assert (manifest.state.global_step, manifest.world_size) == (BEFORE, world_size)
-    resume = partial(as_diffusers_writes_them, zero=SHARDED)
-    again = ("after", parts, *steps, "--resume_from_checkpoint")
-    rest = run_ranks(resume, *again, world_size=world_size)
-    losses = mean_over_ranks(first) + mean_over_ranks(rest)
-    assert losses == pytest.approx(before["losses"], rel=ALIKE)
-    assert len(losses) == ALL * ACCUMULATION
-    for seen in rest:
-        assert seen["average"].keys() == before["average"].keys()
-        was, now = (
-            np.concatenate([average.ravel() for average in each["average"].values()])
-            for each in (before, seen)
-        )
-        # Without resuming, the EMA would be off by 9e-3.
-        assert np.linalg.norm(now - was) < 1e-4 * np.linalg.norm(was)
-
-
 def mean_over_ranks(results: list[dict[str, Any]]) -> list[float]:
     return [sum(each) / len(each) for each in zip(*(r["losses"] for r in results), strict=True)]
-
-
-@engine_runs
-@pytest.mark.nightly
-def test_a_diffusers_style_script_trains_in_bf16_on_two_processes(tmp_path):
-    given = ("--max_train_steps", str(BEFORE), "--mixed_precision", "bf16")
-    arguments = ("after", str(tmp_path), *given)
-    results = run_ranks(as_diffusers_writes_them, *arguments, world_size=2)
-    steps = np.reshape(mean_over_ranks(results), (BEFORE, ACCUMULATION)).mean(axis=1)
-    assert steps == pytest.approx(expected(2)[:BEFORE], rel=2e-2)
-    assert steps != pytest.approx(expected(2)[:BEFORE], rel=ALIKE), "it trained in fp32"
-    manifest = verify_checkpoint(tmp_path / f"checkpoint-{BEFORE}")
-    assert manifest.plan.precision == "bf16"
-    kinds = {name: each.dtype for name, each in results[0]["average"].items()}
-    assert set(kinds.values()) == {np.dtype("float32")}, kinds
 
 
 @engine_runs
@@ -537,28 +487,3 @@ def test_each_script_runs_under_its_launcher(launcher, script, env, tmp_path):
     assert (manifest.world_size, manifest.plan.stage) == (2, 2)
     assert manifest.state.global_step == 2
     assert manifest.state.micro_step == 2 * ACCUMULATION
-
-
-PAGE = Path(__file__).parents[2] / "docs" / "embedding.md"
-WHOLE = PAGE.read_text().partition("## A single object")[2].partition("\n## ")[0]
-PROGRAMS = re.findall(r"```python\n(.*?)```", WHOLE, flags=re.DOTALL)
-PRINTED = {
-    "EMAShadow": "from the weights",
-    "cleanup_stale_swap": "CleanupReport",
-    "detect_platform": "True deepspeed",
-}
-
-
-def execute(program: str, folder: str) -> str:
-    os.chdir(folder)
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text):
-        exec(program, {"__name__": "__main__"})
-    return text.getvalue()
-
-
-@pytest.mark.parametrize("name", PRINTED)
-def test_each_object_works_without_the_others(name, tmp_path):
-    (program,) = [text for text in PROGRAMS if f"{name}(" in text]
-    (printed,) = run_ranks(execute, program, str(tmp_path))
-    assert PRINTED[name] in printed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -26,8 +25,8 @@ def answers(family: Any) -> dict[str, torch.Tensor]:
     return family.encode_texts(["a cat"]) | latents | {"decoded": decoded}
 
 
-def under_stage_3(folders: dict[str, str], expected: dict[str, Any], zero_init: bool) -> Any:
-    """Load while transformers, and optionally zero.Init, partition every new module."""
+def under_stage_3(folders: dict[str, str], expected: dict[str, Any]) -> Any:
+    """Load while transformers, and zero.Init, partition every new module."""
     import deepspeed
     from transformers import CLIPTextModel
     from transformers.integrations import HfDeepSpeedConfig
@@ -37,9 +36,7 @@ def under_stage_3(folders: dict[str, str], expected: dict[str, Any], zero_init: 
     engine = start(Case(stage=3), torch.nn.Linear(4, 4))
     registered = HfDeepSpeedConfig(STAGE_3)
     found: dict[str, Any] = {"same": {}, "parts": {}}
-    with ExitStack() as stack:
-        if zero_init:
-            stack.enter_context(deepspeed.zero.Init(config_dict_or_path=STAGE_3))
+    with deepspeed.zero.Init(config_dict_or_path=STAGE_3):
         found["naive"] = _naive(CLIPTextModel, folders["sdxl"])
         for name, folder in folders.items():
             loaded = load_pretrained(folder, frozen_dtype="fp32")

@@ -17,6 +17,7 @@ from diffusers import (
     EulerDiscreteScheduler,
 )
 
+from tests.support.sampling import nightly
 from zerotune.diffusion import (
     ClassConditional,
     DenoisingObjective,
@@ -78,7 +79,7 @@ def ours(loaded, **options):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("negative", "guidance"),
-    [("ugly", 3.0), ("", 1.0), pytest.param("", 2.5, marks=pytest.mark.nightly)],
+    [("ugly", 3.0), *nightly(("", 1.0), ("", 2.5))],
 )
 def test_images_equal_those_of_plain_diffusers(folders, loaded, name, negative, guidance):
     images = ours(loaded[name], negative_prompt=negative, guidance_scale=guidance)

@@ -9,6 +9,7 @@ import diffusers
 import pytest
 import torch
 
+from tests.support.sampling import nightly
 from zerotune.diffusion import load_pretrained
 from zerotune.diffusion.models.declared import Flux
 from zerotune.diffusion.models.stable_diffusion import StableDiffusionXL
@@ -139,7 +140,7 @@ def _rename_tokens(folder):
     path.write_text(json.dumps(written))
 
 
-@pytest.mark.parametrize("change", [_shorten, _activate_differently, _rename_tokens])
+@pytest.mark.parametrize("change", [_rename_tokens, *nightly(_shorten, _activate_differently)])
 def test_cache_settings_depend_on_tokenizers_and_configurations(folders, loaded, tmp_path, change):
     copy = tmp_path / "sd15"
     shutil.copytree(folders["sd15"], copy)

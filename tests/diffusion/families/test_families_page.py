@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import runpy
 from pathlib import Path
@@ -55,25 +54,3 @@ def test_each_family_is_listed_with_its_pipeline_unless_the_names_agree(generato
     for kind in (*DECLARED, WanLowNoise):
         usual = f"{kind.__name__}Pipeline"
         assert listed[kind.__name__] == ("" if kind.pipeline == usual else kind.pipeline)
-
-
-def test_notes_of_runs_become_the_records_of_the_page(generator, monkeypatch):
-    known = generator["FAMILIES"]
-    few = {name: known[name] for name in ("wan", "sana")}
-    monkeypatch.setitem(generator["table"].__globals__, "FAMILIES", few)
-    monkeypatch.setitem(generator["table"].__globals__, "_published", lambda name: [name, "1.0"])
-    notes = [
-        json.dumps(["wan", "z2-cpu", 1, "full", 1e-7]),
-        json.dumps(["wan", "z3-cpu", 2, "full-checkpointed", 3e-7]),
-        json.dumps(["wan", "z3-cpu", 2, "lora", 0.0]),
-    ]
-    records = generator["recorded"](notes)
-    found = records["families"]["wan"]
-    assert found["all weights"] == {
-        "runs": ["z2-cpu, 1 rank", "z3-cpu, 2 ranks"],
-        "deviation": 3e-7,
-    }
-    lines = generator["table"](records).splitlines()
-    (line,) = [line for line in lines if line.startswith("| `Wan` | wan |")]
-    assert "| 3e-07 (2 runs) | the same (1 run) |  | yes |" in line
-    assert any("`Sana`" in line and "not run | not run" in line for line in lines)

@@ -10,11 +10,9 @@ from unittest import mock
 import diffusers
 import pytest
 import torch
-from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
 from tests.diffusion.families.own_family import PAGE
 from tests.support.new_pipelines import MAKERS
-from tests.support.runs import PLAIN, start
 from tests.support.sampling import sampled
 from zerotune.diffusion import load_pretrained, sample
 
@@ -114,24 +112,6 @@ def test_predictions_equal_those_of_the_pipeline(load, name):
 
 
 @pytest.mark.parametrize("name", sampled(KINDS, ("lumina", "ltx-2")))
-def test_samples_of_a_batch_are_predicted_alone(load, name):
-    loaded = load(name)
-    model, family = loaded.model.eval(), loaded.family
-    channels, frames = family._channels(model.config), (2,) if family.clips else ()
-    noisy = torch.randn(2, channels, *frames, 8, 8, generator=torch.Generator().manual_seed(2))
-    times = torch.tensor([731.25, 12.5])
-
-    def predict(rows):
-        captions = {"captions": [PROMPTS[row] for row in rows]}
-        known = family.conditioning(captions, torch.Generator())
-        return family.predict(model, noisy[rows], times[rows], known)
-
-    with torch.no_grad():
-        alone = torch.cat([predict([0]), predict([1])])
-        torch.testing.assert_close(predict([0, 1]), alone, rtol=0, atol=2e-6)
-
-
-@pytest.mark.parametrize("name", sampled(KINDS, ("lumina", "ltx-2")))
 def test_images_equal_those_of_plain_diffusers(load, name):
     loaded = load(name)
     # Lumina's pipeline accepts embeddings only if prompts and negative prompts are equally long.
@@ -145,24 +125,3 @@ def test_images_equal_those_of_plain_diffusers(load, name):
     if loaded.family.clips:
         images = images.transpose(1, 2)
     torch.testing.assert_close((ours / 2 + 0.5).clamp(0, 1), images, rtol=0, atol=5e-5)
-
-
-def test_training_uses_the_attention_backend_that_is_set_on_the_model(load, monkeypatch):
-    loaded = load("longcat-image")
-    used, real = [], _AttentionBackendRegistry._backends[AttentionBackendName._NATIVE_MATH]
-
-    def count(*args, **named):
-        used.append(1)
-        return real(*args, **named)
-
-    monkeypatch.setitem(
-        _AttentionBackendRegistry._backends, AttentionBackendName._NATIVE_MATH, count
-    )
-    loaded.model.set_attention_backend("_native_math")
-    engine = start(PLAIN, loaded.model)
-    batch = {"latents": torch.randn(1, 16, 8, 8), "captions": PROMPTS[:1]}
-    engine.backward(loaded.objective()(engine, batch, torch.Generator()))
-    engine.step()
-    engine.close()
-    loaded.model.reset_attention_backend()
-    assert used

@@ -39,7 +39,7 @@ RUNS = [
     for (row, case), (column, family) in itertools.product(enumerate(PLACES), enumerate(MAKERS))
 ]
 SAMPLE = [
-    ("sd15", Case(stage=1), 1, [Variant()]),
+    ("qwen-image", Case(stage=1), 1, [Variant()]),
     ("sd3", Case(stage=3, overrides=WHOLE), 2, [Variant(checkpointing=True)]),
     ("flux", PLACES[-1], 1, [Variant(lora=True), Variant(checkpointing=True)]),
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from diffusers import FluxPipeline
 
 from tests.support import pipelines
 from zerotune.diffusion.models.declared import Flux
@@ -51,36 +50,6 @@ def test_bf16_models_get_exact_timesteps_and_sizes():
     assert added["text_embeds"].dtype == torch.bfloat16
 
 
-def test_flux_packs_patches_divides_timesteps_and_passes_its_guidance():
-    shape = (2, 4, 8, 6)
-    values = torch.arange(float(torch.Size(shape).numel())).view(shape)
-
-    def answer(*, hidden_states, **_):
-        return hidden_states
-
-    model = Recording(pipelines.flux_transformer(), answer, torch.float32)
-    times = torch.tensor([999.0, 250.5])
-    output = Flux(guidance=3.5).predict(model, values, times, texts())
-    assert torch.equal(output, values), "unpacking must undo packing"
-    _, named = model.called
-    assert named["hidden_states"].shape == (2, 12, 16)
-    # The first token is the upper left patch of each channel.
-    corner = values[0, :, :2, :2].reshape(4, 4).flatten()
-    assert torch.equal(named["hidden_states"][0, 0], corner)
-    assert torch.equal(named["timestep"], times / 1000)
-    assert named["guidance"].tolist() == [3.5, 3.5]
-    ids = FluxPipeline._prepare_latent_image_ids(2, 4, 3, "cpu", torch.float32)
-    assert torch.equal(named["img_ids"], ids)
-    assert named["img_ids"][-1].tolist() == [0, 3, 2]
-    assert torch.equal(named["txt_ids"], torch.zeros(5, 3))
-
-    model = Recording(pipelines.flux_transformer(guidance=False), answer, torch.float32)
-    Flux().predict(model, values, times, texts())
-    assert model.called[1]["guidance"] is None
-    with pytest.raises(DataError, match="divisible by 16"):
-        Flux().predict(model, torch.zeros(1, 4, 7, 8), times[:1], texts(1))
-
-
 def test_flux_in_bf16_keeps_timesteps_and_positions_exact():
     model = Recording(pipelines.flux_transformer())
     Flux().predict(model, torch.zeros(1, 4, 8, 8), torch.tensor([997.0]), texts(1))
@@ -88,3 +57,9 @@ def test_flux_in_bf16_keeps_timesteps_and_positions_exact():
     assert named["hidden_states"].dtype == torch.bfloat16
     exact = (named["timestep"], named["guidance"], named["img_ids"], named["txt_ids"])
     assert {tensor.dtype for tensor in exact} == {torch.float32}
+
+
+def test_flux_refuses_sides_that_its_patches_do_not_divide():
+    model = Recording(pipelines.flux_transformer())
+    with pytest.raises(DataError, match="divisible by 16"):
+        Flux().predict(model, torch.zeros(1, 4, 7, 8), torch.tensor([997.0]), texts(1))

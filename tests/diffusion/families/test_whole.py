@@ -20,10 +20,9 @@ def expected(folders):
 
 
 @pytest.mark.deepspeed
-@pytest.mark.parametrize(("zero_init", "world_size"), [(False, 1), (True, 2)])
-def test_frozen_parts_are_unpartitioned_and_correct(folders, expected, zero_init, world_size):
+def test_frozen_parts_are_unpartitioned_and_correct(folders, expected):
     paths = {name: str(folders[name]) for name in expected}
-    for found in run_ranks(under_stage_3, paths, expected, zero_init, world_size=world_size):
+    for found in run_ranks(under_stage_3, paths, expected, world_size=2):
         # Without ``unpartitioned`` the parts are partitioned and cannot be used.
         assert "no error" not in found["naive"]["forward"]
         assert "EngineError: text_encoder.embeddings" in found["naive"]["check"].replace(
@@ -37,7 +36,7 @@ def test_frozen_parts_are_unpartitioned_and_correct(folders, expected, zero_init
         assert found["nested"] == (3, 3)
         # Leaving ``unpartitioned`` restores the previous state.
         assert found["registered"]
-        assert found["made_after"] == zero_init
+        assert found["made_after"]
         assert not found["outside"]
         assert found["unknown_inside"]
         assert found["known_after"]

@@ -113,23 +113,6 @@ def train(
     ]
 
 
-def train_under(
-    jobs: Sequence[tuple[str, Variant]], cases: Sequence[Case], steps: int, exported: str
-) -> list[list[dict[str, Any]]]:
-    """Load each folder once and train it under each case; export what the last case trained."""
-    found = []
-    for number, (folder, variant) in enumerate(jobs):
-        loaded = load_pretrained(folder, parts=False, family=EXPERTS.get(Path(folder).name))
-        targets = [None] * (len(cases) - 1) + [f"{exported}-{number}"]
-        found.append(
-            [
-                _train(loaded, case, variant, steps, t)
-                for case, t in zip(cases, targets, strict=True)
-            ]
-        )
-    return found
-
-
 def _train(
     loaded: Pretrained, case: Case, variant: Variant, steps: int, exported: str | None
 ) -> dict[str, Any]:

@@ -59,18 +59,6 @@ def test_the_readouts_input_is_divided_by_the_width() -> None:
     torch.testing.assert_close(model.conv_out(features), expected)
 
 
-def test_base_shapes_can_be_set_only_once() -> None:
-    model = unet(16)
-    set_base_shapes(model, base=BASE, delta=DELTA)
-    with pytest.raises(EngineError, match="already set"):
-        set_base_shapes(model, base=BASE, delta=DELTA)
-
-
-def test_equal_base_and_delta_are_refused() -> None:
-    with pytest.raises(EngineError, match="can be recognised as a width"):
-        set_base_shapes(unet(16), base=BASE, delta=BASE)
-
-
 def test_a_base_of_another_depth_is_refused() -> None:
     with pytest.raises(EngineError, match="must have the same parameters"):
         set_base_shapes(unet(16), base={**BASE, "layers_per_block": 2}, delta=DELTA)

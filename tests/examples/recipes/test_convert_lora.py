@@ -12,10 +12,8 @@ from examples.recipes.convert_lora import (
     Factors,
     compare,
     main,
-    published,
     read_published,
     write_lora,
-    write_lycoris,
 )
 from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -26,8 +24,6 @@ from zerotune.checkpoint import export_adapters
 from zerotune.diffusion import add_lora, load_adapters
 from zerotune.errors import (
     CheckpointCorruptError,
-    CheckpointMismatchError,
-    InvalidValueError,
 )
 
 pytestmark = pytest.mark.nightly
@@ -99,18 +95,6 @@ def test_diffusers_reads_the_factors_back_bit_for_bit(name, form):
     assert compare(read, layers, component="transformer", dtype=torch.float32)
 
 
-@pytest.mark.parametrize("form", ["comfyui", "kohya"])
-@pytest.mark.parametrize(("scale", "exact"), [(0.5, True), (0.3, False)])
-def test_only_scales_that_are_powers_of_two_keep_the_bits(form, scale, exact):
-    model = model_of("Flux2Transformer2DModel")
-    layers = factors_for(model, scale=scale)
-    tensors = written(model, form, layers, torch.bfloat16)
-    assert any(key.endswith(".alpha") for key in tensors) == (form == "kohya")
-    read = read_published(tensors, model=model, component="transformer")
-    same = compare(read, layers, component="transformer", dtype=torch.bfloat16)
-    assert same == exact
-
-
 def test_factors_that_diffusers_reads_back_differently_are_detected():
     model = model_of("QwenImageTransformer2DModel")
     layers = factors_for(model)
@@ -131,55 +115,6 @@ def test_factors_that_diffusers_reads_back_differently_are_detected():
             attrs.evolve(read, tensors=doubled),
             layers,
             component="transformer",
-            dtype=torch.float32,
-        )
-
-
-def test_models_and_layers_without_published_names_are_refused():
-    from tests.diffusion.adapting import tiny_sd3
-
-    with pytest.raises(InvalidValueError, match="cannot read SD3Transformer2DModel"):
-        published(tiny_sd3(), "comfyui", "transformer")
-    unet = diffusers.UNet2DConditionModel
-    with pytest.raises(InvalidValueError, match="use one of 'kohya'"):
-        published(unet.__new__(unet), "comfyui", "unet")
-    with pytest.raises(CheckpointMismatchError, match=r"proj_out: diffusers cannot read"):
-        PUBLISHED["WanTransformer3DModel"].theirs("proj_out")
-
-
-def test_lycoris_files_keep_alpha_if_a_factor_is_a_product():
-    model = model_of("WanTransformer3DModel")
-    layer = "blocks.0.attn1.to_q"
-    split = {
-        "lokr_w1": torch.ones(2, 2),
-        "lokr_w2_a": torch.ones(3, 4),
-        "lokr_w2_b": torch.ones(4, 5),
-    }
-    whole = {"lokr_w1": torch.ones(2, 2), "lokr_w2": torch.ones(3, 5)}
-    for tensors, alpha, first in ((split, 2.0, 1.0), (whole, None, 0.5)):
-        found = write_lycoris(
-            {layer: tensors},
-            model=model,
-            form="kohya",
-            component="transformer",
-            scales={layer: 0.5},
-            dtype=torch.float32,
-        )
-        stem = "lora_unet_blocks_0_self_attn_q"
-        assert float(found.get(f"{stem}.alpha", torch.tensor(-1))) == (alpha or -1)
-        assert float(found[f"{stem}.lokr_w1"][0, 0]) == first
-        back = read_published(found, model=model, component="transformer")
-        assert set(back.tensors) == {
-            f"transformer.{layer}.{key.rpartition('.')[2]}" for key in found
-        }
-    flux = model_of("FluxTransformer2DModel")
-    with pytest.raises(CheckpointMismatchError, match="LoKr and LoHa cannot represent joined"):
-        write_lycoris(
-            {"transformer_blocks.0.attn.to_q": split},
-            model=flux,
-            form="comfyui",
-            component="transformer",
-            scales={"transformer_blocks.0.attn.to_q": 1.0},
             dtype=torch.float32,
         )
 

@@ -9,14 +9,7 @@ from examples.recipes.image_to_video import FAMILIES
 from PIL import Image
 
 from tests.support.declared_pipelines import hunyuan_video_i2v
-from zerotune.diffusion import encode_dataset, load_pretrained, sample
-from zerotune.diffusion.data import (
-    AspectBuckets,
-    Augmentation,
-    ClipBuckets,
-    ClipFolder,
-    PreparedClips,
-)
+from zerotune.diffusion import load_pretrained, sample
 
 pytestmark = pytest.mark.nightly
 
@@ -116,35 +109,3 @@ def test_clips_equal_those_of_plain_diffusers(made, kind):
         ).frames[0]  # fmt: skip
         wanted = wanted.transpose(0, 1) * 2 - 1
         torch.testing.assert_close(ours[row].clamp(-1, 1), wanted, rtol=0, atol=1e-4)
-
-
-def test_a_cached_text_is_keyed_by_its_first_frame(made, tmp_path):
-    _, loaded = made("token_replace")
-    for number, clip in enumerate(clips()):
-        (tmp_path / "clips" / str(number)).mkdir(parents=True)
-        (tmp_path / "clips" / f"{number}.txt").write_text("a cat")
-        for frame in range(5):
-            picture(clip[:, frame]).save(tmp_path / "clips" / str(number) / f"{frame}.png")
-    prepared = PreparedClips(
-        ClipFolder(tmp_path / "clips"),
-        buckets=ClipBuckets(sizes=AspectBuckets(area=512, step=16), frames=(5,)),
-        augmentation=Augmentation(flip=0.5, caption_dropout=0.5),
-    )
-    cached = encode_dataset(
-        prepared, family=loaded.family, folder=tmp_path / "cache", progress=False
-    )
-    (texts,) = (tmp_path / "cache").glob("edits-*")
-    held = sum(name.endswith(".safetensors") for name in map(str, texts.iterdir()))
-    assert held > 0
-    both = [[], []]
-    for index in (0, 1):
-        for found, data in zip(both, (cached, prepared), strict=True):
-            one = {n: v[None] for n, v in data[index].items() if isinstance(v, torch.Tensor)}
-            one |= {n: [v] for n, v in data[index].items() if isinstance(v, str)}
-            found.append(loaded.family.conditioning(one, torch.Generator()))
-    for ours, theirs in zip(*both, strict=True):
-        assert ours.keys() == theirs.keys()
-        for name in ours:
-            torch.testing.assert_close(ours[name].float(), theirs[name].float())
-    apart = both[0][0]["prompt_embeds"] - both[0][1]["prompt_embeds"]
-    assert apart.abs().max() > 0.01, "two frames with one caption"

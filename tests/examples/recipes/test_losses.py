@@ -7,7 +7,6 @@ import torch
 from examples.recipes.losses import MultiResolutionNoise
 
 from zerotune.diffusion import OffsetNoise
-from zerotune.errors import InvalidValueError
 
 pytestmark = pytest.mark.nightly
 
@@ -39,9 +38,3 @@ def test_multi_resolution_noise_with_offset_noise_equals_kohyas(shape):
     drawn = noise.draw(clean, torch.Generator().manual_seed(7))
     torch.testing.assert_close(drawn.target, expected, rtol=1e-6, atol=1e-6)
     assert torch.equal(drawn.target, drawn.added)
-
-
-@pytest.mark.parametrize("wrong", [{"discount": 0.0}, {"discount": 1.5}, {"iterations": 0}])
-def test_invalid_settings_of_the_noise_are_refused(wrong):
-    with pytest.raises(InvalidValueError):
-        MultiResolutionNoise(**wrong)

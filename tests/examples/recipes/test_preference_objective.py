@@ -254,19 +254,3 @@ def test_images_without_a_partner_are_named(folders):
     (folders / "rejected" / "b.jpg").unlink()
     with pytest.raises(DataError, match=r"no partner of the same name: b\."):
         of_files(folders)
-
-
-def test_the_memory_estimate_counts_both_images_of_a_pair(folders):
-    from zerotune.training.activations import known_activations
-
-    class Single:
-        assignment, identity = of_files(folders).assignment, "one"
-
-        def __getitem__(self, draw):
-            raise AssertionError
-
-    counts = [
-        known_activations(tiny_sdxl(), data, batch=batch).facts.full
-        for data, batch in ((of_files(folders), 2), (Single(), 4))
-    ]
-    assert counts[0] == counts[1]

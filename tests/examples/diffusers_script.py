@@ -1,7 +1,6 @@
-"""A script in diffusers' style, with EMA, save and resume: a U-Net learns real digits.
+"""A script in diffusers' style, with EMA and save: a U-Net learns real digits.
 
-``diffusers_before.py`` is the original script, ``diffusers_after.py`` has zerotune embedded. They
-draw their noise once, so that runs can be compared loss by loss on any number of processes.
+It draws its noise once, so that runs can be compared loss by loss.
 """
 
 from __future__ import annotations
@@ -10,18 +9,20 @@ import argparse
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.utils import set_seed
 from diffusers import UNet2DModel
 from diffusers.optimization import get_scheduler
-from diffusers.training_utils import EMAModel
 from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, TensorDataset
+
+from zerotune import EmbeddedPlan, export_model
+from zerotune.ema import EMAModel
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",
+    "scheduler": {"type": "constant_with_warmup", "params": {"num_warmup_steps": "auto"}},
     "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
 }
 
@@ -38,7 +39,6 @@ def parse_args(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max_grad_norm", type=float, default=1.0)
     parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], default="no")
     parser.add_argument("--checkpointing_steps", type=int, default=25)
-    parser.add_argument("--resume_from_checkpoint", action="store_true")
     return parser.parse_args(given)
 
 
@@ -64,21 +64,16 @@ def loss_of(model, batch):
 
 
 def main(args: argparse.Namespace) -> list[float]:
-    accelerator = Accelerator(
+    run = EmbeddedPlan(plan=CONFIG, run=args)
+    accelerator = run.accelerator(
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         mixed_precision=args.mixed_precision,
-        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=CONFIG),
     )
 
     def save_ema(_models, _weights, folder) -> None:
         ema_model.save_pretrained(Path(folder) / "unet_ema")
 
-    def load_ema(_models, folder) -> None:
-        loaded = EMAModel.from_pretrained(Path(folder) / "unet_ema", UNet2DModel)
-        ema_model.load_state_dict(loaded.state_dict())
-
     accelerator.register_save_state_pre_hook(save_ema)
-    accelerator.register_load_state_pre_hook(load_ema)
     set_seed(0)
     loader = DataLoader(digits(), batch_size=args.train_batch_size)
     model = new_model()
@@ -94,14 +89,9 @@ def main(args: argparse.Namespace) -> list[float]:
     model, optimizer, loader, lr_scheduler = accelerator.prepare(
         model, optimizer, loader, lr_scheduler
     )
-    ema_model.to(accelerator.device)
+    accelerator.register_for_checkpointing(ema_model)
     output, global_step, losses = Path(args.output_dir), 0, []
-    if args.resume_from_checkpoint:
-        latest = max(int(path.name.split("-")[1]) for path in output.glob("checkpoint-*"))
-        accelerator.load_state(output / f"checkpoint-{latest}")
-        global_step = latest
-    done = global_step * args.gradient_accumulation_steps
-    for batch in accelerator.skip_first_batches(loader, done):
+    for batch in loader:
         with accelerator.accumulate(model):
             loss = loss_of(model, batch)
             accelerator.backward(loss)
@@ -114,15 +104,12 @@ def main(args: argparse.Namespace) -> list[float]:
         if accelerator.sync_gradients:
             ema_model.step(model.parameters())
             global_step += 1
-            if accelerator.is_main_process and global_step % args.checkpointing_steps == 0:
+            if global_step % args.checkpointing_steps == 0:
                 accelerator.save_state(output / f"checkpoint-{global_step}")
         if global_step == args.max_train_steps:
             break
     accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        unet = accelerator.unwrap_model(model)
-        ema_model.copy_to(unet.parameters())
-        unet.save_pretrained(output / "unet")
+    export_model(output / "unet", engine=run.engine, weights=ema_model.shadow)
     accelerator.end_training()
     return losses
 
