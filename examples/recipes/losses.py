@@ -62,8 +62,7 @@ def settings(options: argparse.Namespace, *, flow: bool) -> dict[str, Any]:
     if flow:
         return {"loss": Huber(threshold=options.threshold, schedule="exponential")}
     return {
-        "loss": Huber(threshold=options.threshold, schedule="snr"),
-        "weighting": "debiased_estimation",
+        "loss": Debiased(loss=Huber(threshold=options.threshold, schedule="snr")),
         "noise": MultiResolutionNoise(iterations=6, discount=0.3),
     }
 
@@ -156,6 +155,35 @@ class SmoothL1(Huber):
     def errors(self, prediction: torch.Tensor, target: torch.Tensor, level: Level) -> torch.Tensor:
         """Return one error per predicted value."""
         return 2 * self.rooted(prediction, target, level)[0]
+
+
+@attrs.frozen(kw_only=True)
+class Debiased:
+    """Weights of debiased estimation, for any loss of models that predict noise or velocity.
+
+    The weight is ``1 / sqrt(snr)`` for noise and ``1 / (snr + 1)`` for velocity; ``snr`` is clipped
+    at 1000.
+
+    Source: https://arxiv.org/abs/2310.08442; for velocity, ``--debiased_estimation_loss`` of
+    kohya-ss/sd-scripts (``library/custom_train_functions.py``).
+    """
+
+    loss: Huber | None = None
+    """The error of each value; by default the squared error."""
+    velocity: bool = False
+    """Whether the model predicts velocity."""
+
+    def errors(self, prediction: torch.Tensor, target: torch.Tensor, level: Level) -> torch.Tensor:
+        """Return one error per predicted value."""
+        if level.noise_to_signal is None:
+            raise unknown_schedule("snr")
+        snr = (level.noise_to_signal**-2).clamp(max=1000.0).to(prediction.device)
+        weights = 1 / (snr + 1) if self.velocity else snr**-0.5
+        if self.loss is None:
+            errors = (prediction - target) ** 2
+        else:
+            errors = self.loss.errors(prediction, target, level)
+        return errors * weights.view(-1, *(1,) * (prediction.ndim - 1))
 
 
 def _check_discount(_instance: object, attribute: Any, value: float) -> None:

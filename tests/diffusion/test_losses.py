@@ -8,11 +8,10 @@ import attrs
 import pytest
 import torch
 from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
-from examples.recipes.losses import Huber, SmoothL1
+from examples.recipes.losses import Debiased, Huber, SmoothL1
 
 from zerotune.diffusion import DenoisingObjective, FlowMatchingObjective, InputPerturbation
 from zerotune.diffusion.noise import GaussianNoise
-from zerotune.diffusion.objective import debiased_weights
 from zerotune.errors import InvalidValueError
 
 SDXL = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
@@ -144,22 +143,12 @@ def test_huber_with_masks_weights_and_min_snr_equals_kohyas(kind, schedule, pred
 def test_debiased_estimation_equals_kohyas_with_and_without_min_snr(prediction, snr_gamma):
     objective = DenoisingObjective(
         scheduler=DDPMScheduler(**SDXL, prediction_type=prediction),
-        weighting="debiased_estimation",
+        loss=Debiased(velocity=prediction == "v_prediction"),
         snr_gamma=snr_gamma,
     )
     model, data = Model(), batch()
     theirs = kohya_loss(model, data, prediction=prediction, min_snr_gamma=snr_gamma, debiased=True)
     assert_same(objective(model, data, generator()), theirs, model)
-
-
-@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
-def test_the_snr_of_nearly_noiseless_steps_is_capped_at_1000(prediction):
-    scheduler = DDPMScheduler(**SDXL, prediction_type=prediction)
-    steps = torch.tensor([0, 1, 500, 999])
-    assert all_snr(scheduler)[0] > 1000 > all_snr(scheduler)[1]
-    options = {"min_snr_gamma": None, "debiased": True, "v_prediction": prediction != "epsilon"}
-    theirs = post_process_loss(torch.ones(4), scheduler, steps, **options)
-    torch.testing.assert_close(debiased_weights(scheduler, steps), theirs, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("precondition_outputs", [False, True])
@@ -206,7 +195,7 @@ def test_losses_at_fixed_levels_are_squared_whatever_the_loss():
         )
 
     for plain, changed in (
-        (DenoisingObjective(), {"loss": Huber(), "weighting": "debiased_estimation"}),
+        (DenoisingObjective(), {"loss": Huber()}),
         (FlowMatchingObjective(), {"loss": Huber(schedule="constant")}),
         (FlowMatchingObjective(), {"precondition_outputs": True}),
         (FlowMatchingObjective(), {"density": "mode", "weighting": "sigma_sqrt"}),
@@ -260,14 +249,6 @@ def test_a_custom_loss_replaces_the_squared_error():
             lambda: FlowMatchingObjective(loss=Huber())(Model(), batch(), generator()),
             "loss.schedule",
             '"exponential"',
-        ),
-        (lambda: DenoisingObjective(weighting="debiased"), "weighting", "snr_gamma"),
-        (
-            lambda: DenoisingObjective(
-                scheduler=DDPMScheduler(prediction_type="sample"), weighting="debiased_estimation"
-            ),
-            "weighting",
-            '"none"',
         ),
     ],
 )

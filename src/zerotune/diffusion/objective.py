@@ -233,9 +233,6 @@ class DenoisingObjective(SchedulerObjective):
     """Error of each predicted value; by default the squared error."""
     snr_gamma: float | None = attrs.field(default=None)
     """Clip value of min-SNR weighting, 5 in the paper; ``None`` weights all time steps equally."""
-    weighting: Literal["none", "debiased_estimation"] = "none"
-    """``"debiased_estimation"`` multiplies the loss by the weights of debiased estimation, in
-    addition to any min-SNR weights."""
     timestep_range: tuple[float, float] = attrs.field(default=(0.0, 1.0), validator=check_range)
     """Trained range of the schedule, from 0 (least noise) to 1 (most noise). ``(0.0, 0.2)`` trains
     a refiner for the last fifth of the sampling steps."""
@@ -267,7 +264,6 @@ class DenoisingObjective(SchedulerObjective):
                 "scheduler.prediction_type",
                 "epsilon",
             )
-        self._check_weighting()
         self._bounds()
         announce(self.decisions)
 
@@ -275,24 +271,6 @@ class DenoisingObjective(SchedulerObjective):
     def decisions(self) -> tuple[Decision, ...]:
         """Return the decision to replace the scheduler; empty if the scheduler is kept."""
         return replacement_decision(self.scheduler, self._adding)
-
-    def _check_weighting(self) -> None:
-        known = ("none", "debiased_estimation")
-        if self.weighting not in known:
-            raise InvalidValueError(
-                f"is not one of {', '.join(known)}",
-                'write "none"; for min-SNR weighting, set snr_gamma=5.0',
-                "weighting",
-                self.weighting,
-            )
-        if self.weighting != "none" and self._prediction == "sample":
-            raise InvalidValueError(
-                "is defined only for models that predict noise or velocity, but this scheduler's "
-                'prediction_type is "sample"',
-                'write weighting="none"',
-                "weighting",
-                self.weighting,
-            )
 
     def draw_levels(self, inputs: Inputs, generator: torch.Generator) -> torch.Tensor:
         """Draw integer time steps (b,) uniformly from the trained range."""
@@ -315,13 +293,9 @@ class DenoisingObjective(SchedulerObjective):
         )
 
     def _weights(self, levels: torch.Tensor) -> torch.Tensor | None:
-        weights = None
-        if self.snr_gamma is not None:
-            weights = min_snr_weights(self._adding, levels, gamma=self.snr_gamma)
-        if self.weighting == "debiased_estimation":
-            debiased = debiased_weights(self._adding, levels)
-            weights = debiased if weights is None else weights * debiased
-        return weights
+        if self.snr_gamma is None:
+            return None
+        return min_snr_weights(self._adding, levels, gamma=self.snr_gamma)
 
     def _level(self, inputs: Inputs, levels: torch.Tensor) -> Level:  # noqa: ARG002
         kept = self._adding.alphas_cumprod.to(levels.device)[levels]
@@ -393,33 +367,19 @@ class FlowMatchingObjective(SchedulerObjective):
     """Shift for a scheduler with ``use_dynamic_shifting``; by default ``ResolutionShift()``."""
 
     def __attrs_post_init__(self) -> None:
-        self._check_density()
-        self._check_weighting()
+        self._check_choice("density", _DENSITIES, "weighting")
+        self._check_choice("weighting", _WEIGHTINGS, "density")
         self._check_scheduler()
 
-    def _check_density(self) -> None:
-        if self.density in _DENSITIES:
-            return
-        weighting = self.density in _WEIGHTINGS
-        fix = f'write density="uniform", weighting="{self.density}"'
-        raise InvalidValueError(
-            "is a loss weighting" if weighting else f"is not one of {', '.join(_DENSITIES)}",
-            fix if weighting else 'write "uniform"',
-            "density",
-            self.density,
-        )
-
-    def _check_weighting(self) -> None:
-        if self.weighting in _WEIGHTINGS:
-            return
-        density = self.weighting in _DENSITIES
-        fix = f'write density="{self.weighting}", weighting="none"'
-        raise InvalidValueError(
-            "is a time step density" if density else f"is not one of {', '.join(_WEIGHTINGS)}",
-            fix if density else 'write "none"',
-            "weighting",
-            self.weighting,
-        )
+    def _check_choice(self, name: str, known: tuple[str, ...], other: str) -> None:
+        value = getattr(self, name)
+        if value not in known:
+            raise InvalidValueError(
+                f"is not one of {', '.join(known)}",
+                f'write {name}="{known[0]}"; the values of {other} are a different option',
+                name,
+                value,
+            )
 
     def _check_scheduler(self) -> None:
         scheduler: Any = self.scheduler
@@ -553,27 +513,3 @@ def min_snr_weights(scheduler: Any, timesteps: torch.Tensor, *, gamma: float) ->
     elif prediction == "v_prediction":
         weights = weights / (snr + 1)
     return torch.where(snr == 0, torch.ones_like(snr), weights)
-
-
-def debiased_weights(scheduler: Any, timesteps: torch.Tensor) -> torch.Tensor:
-    """Return weights of debiased estimation for the prediction type of ``scheduler``.
-
-    The weight is ``1 / sqrt(snr)`` if the model predicts noise, and ``1 / (snr + 1)`` for velocity;
-    ``snr`` is clipped at 1000.
-
-    Args:
-        scheduler: A diffusers scheduler with ``alphas_cumprod``.
-        timesteps: Integer time steps (b,).
-
-    Returns:
-        Weights (b,), fp32, on the device of ``timesteps``.
-
-    Source: https://arxiv.org/abs/2310.08442; for velocity, ``--debiased_estimation_loss`` of
-    kohya-ss/sd-scripts (``library/custom_train_functions.py``).
-    """
-    from diffusers.training_utils import compute_snr
-
-    snr: torch.Tensor = compute_snr(scheduler, timesteps).float().clamp(max=1000.0)
-    if scheduler.config.get("prediction_type", "epsilon") == "v_prediction":
-        return 1 / (snr + 1)
-    return 1 / torch.sqrt(snr)
