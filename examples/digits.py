@@ -232,12 +232,7 @@ def second_half(
 def write_pictures(
     options: argparse.Namespace, images: torch.Tensor, drawn: dict[int, torch.Tensor]
 ) -> None:
-    grid = images_to_grid(
-        images,
-        columns=options.per_class,
-        row_labels=[str(digit) for digit in range(CLASSES)],
-        upscale=6,
-    )
+    grid = images_to_grid(images, columns=options.per_class, upscale=6)
     grid.save(options.output / "digits.png")
     history = read_metrics(options.output / "metrics.jsonl")
     steps, losses = zip(*((metrics.step, metrics.loss) for metrics in history), strict=True)

@@ -71,7 +71,7 @@ def test_another_error_of_the_model_stays_as_it_is():
 def test_a_loss_of_two_tensors_is_no_objective(objective):
     with pytest.raises(InvalidValueError, match="compares two tensors") as caught:
         check_objective(objective, tiny_unet())
-    assert "DenoisingObjective()" in caught.value.fix
+    assert "DenoisingObjective(" in caught.value.fix
 
 
 def test_a_class_is_no_model():

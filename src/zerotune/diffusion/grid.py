@@ -14,14 +14,12 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _BACKGROUND = 255
-_INK = 0
 
 
 def images_to_grid(
     images: torch.Tensor,
     *,
     columns: int,
-    row_labels: Sequence[str] = (),
     upscale: int = 1,
     gap: int = 4,
 ) -> Image:
@@ -30,8 +28,6 @@ def images_to_grid(
     Args:
         images: Images (n, c, h, w) with 1 or 3 channels; values are clamped to [-1, 1].
         columns: Number of images per row.
-        row_labels: Labels to the left of the rows, from top to bottom; if there are fewer labels
-            than rows, the last rows have none.
         upscale: Integer factor by which the images are enlarged.
         gap: Number of pixels between images.
 
@@ -53,11 +49,9 @@ def images_to_grid(
     pixels = ((images.float().cpu().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
     height, width = (side * upscale for side in pixels.shape[2:])
     rows = -(-len(pixels) // columns)
-    longest = max(map(len, row_labels), default=0)
-    margin = round(0.7 * _font_size(height) * longest) + 8 if longest else 0
     canvas = Pillow.new(
         "L" if pixels.shape[1] == 1 else "RGB",
-        (margin + columns * (width + gap) + gap, rows * (height + gap) + gap),
+        (columns * (width + gap) + gap, rows * (height + gap) + gap),
         color=_BACKGROUND if pixels.shape[1] == 1 else (_BACKGROUND,) * 3,
     )
     for index, image in enumerate(pixels):
@@ -65,9 +59,8 @@ def images_to_grid(
         tile = Pillow.fromarray(image.permute(1, 2, 0).squeeze(2).numpy())
         canvas.paste(
             tile.resize((width, height), Pillow.Resampling.NEAREST),
-            (margin + gap + column * (width + gap), gap + row * (height + gap)),
+            (gap + column * (width + gap), gap + row * (height + gap)),
         )
-    _write_labels(canvas, row_labels[:rows], margin, height, gap)
     return canvas
 
 
@@ -112,20 +105,3 @@ def clips_to_grid(clips: torch.Tensor, *, columns: int) -> list[Image]:
             tuple(clips.shape),
         )
     return [images_to_grid(frame, columns=columns) for frame in clips.unbind(2)]
-
-
-def _font_size(height: int) -> int:
-    return max(10, height // 2)
-
-
-def _write_labels(canvas: Image, labels: Sequence[str], margin: int, height: int, gap: int) -> None:
-    if not labels:
-        return
-    from PIL import ImageDraw, ImageFont
-
-    draw = ImageDraw.Draw(canvas)
-    font = ImageFont.load_default(size=_font_size(height))
-    ink = _INK if canvas.mode == "L" else (_INK,) * 3
-    for row, label in enumerate(labels):
-        middle = gap + row * (height + gap) + height // 2
-        draw.text((margin // 2, middle), label, fill=ink, font=font, anchor="mm")

@@ -38,20 +38,17 @@ def check_model(model: Any) -> None:
     if isinstance(model, torch.nn.Module):
         _check_whole(model)
         return
-    value: Any = model if isinstance(model, str | os.PathLike) else type(model).__name__
-    if isinstance(model, type):
-        value, why = model.__name__, "is a class, not a model"
-        fix = f"create the model: {value}(…) or {value}.from_pretrained(FOLDER)"
-    elif isinstance(model, str | os.PathLike):
-        why = "is a path to a model, not the model itself"
-        fix = f"write loaded = zerotune.load_pretrained({os.fspath(model)!r}), then loaded.model"
-    elif hasattr(model, "components") or hasattr(model, "save_pretrained"):
-        why = "is a whole pipeline, but only one of its models can be trained"
-        fix = "use zerotune.load_pretrained(FOLDER), which returns model and objective, or pass "
-        fix += "pipeline.unet or pipeline.transformer"
-    else:
-        why, fix = "is not a torch.nn.Module", "pass the module to train"
-    raise InvalidValueError(why, fix, "model", value)
+    name = getattr(model, "__name__", type(model).__name__)
+    of_class = isinstance(model, type)
+    raise InvalidValueError(
+        "is a class, not a model" if of_class else "is not a torch.nn.Module",
+        f"create the model: {name}(…) or {name}.from_pretrained(FOLDER)"
+        if of_class
+        else "write loaded = zerotune.load_pretrained(FOLDER), which returns model and objective, "
+        "or pass the module to train, such as pipeline.unet or pipeline.transformer",
+        "model",
+        model if isinstance(model, str | os.PathLike) else name,
+    )
 
 
 def _check_whole(model: torch.nn.Module) -> None:
@@ -136,30 +133,19 @@ def _check_callable(objective: Any) -> None:
         except ValueError:  # Some C callables have no signature.
             pass
         return
-    raise _no_objective(objective)
-
-
-def _no_objective(objective: Any) -> InvalidValueError:
-    name = objective.__name__ if isinstance(objective, type) else type(objective).__name__
-    if isinstance(objective, type):
-        why, fix = "is a class", f"create an instance: objective={name}(…)"
-    elif callable(objective):
-        name = getattr(objective, "__name__", name)
+    why = "is not callable; an objective computes the loss"
+    if of_torch:
         why = "compares two tensors, but an objective computes the loss of a batch"
-        fix = "write objective=DenoisingObjective() or FlowMatchingObjective(), or omit objective"
-    elif hasattr(objective, "config") and hasattr(objective, "step"):
-        why = "is a scheduler, not an objective"
-        flow = "Flow" in name
-        kind = "FlowMatchingObjective" if flow else "DenoisingObjective"
-        fix = f"write objective={kind}(scheduler=…, family=…), or use "
-        fix += "zerotune.load_pretrained(FOLDER).objective(), which has the folder's scheduler"
-    else:
-        why = "is not callable; an objective computes the loss"
-        fix = "pass FlowMatchingObjective(family=…), DenoisingObjective(family=…), "
-        fix += "zerotune.load_pretrained(FOLDER).objective(), or a function of model, batch and "
-        fix += "generator"
-    return InvalidValueError(
-        why, fix, "objective", objective if isinstance(objective, str) else name
+    elif isinstance(objective, type):
+        why = "is a class"
+    raise InvalidValueError(
+        why,
+        "pass FlowMatchingObjective(family=…), DenoisingObjective(family=…), "
+        "zerotune.load_pretrained(FOLDER).objective(), or a function of model, batch and generator",
+        "objective",
+        objective
+        if isinstance(objective, str)
+        else getattr(objective, "__name__", type(objective).__name__),
     )
 
 
@@ -185,14 +171,10 @@ def check_resolver(resolver: Any, *, key: str = "resolver") -> None:
     if resolver is None or isinstance(resolver, OptimizerResolver):
         return
     kind = resolver if isinstance(resolver, type) else type(resolver)
-    if issubclass(kind, torch.optim.Optimizer):
-        name = kind.__name__
-        why = "cannot be used: the engine builds the optimizer for the weights that ZeRO partitions"
-    else:
-        name = resolver if isinstance(resolver, str) else "AdamW"
-        why = "is not an OptimizerResolver"
+    name = kind.__name__ if issubclass(kind, torch.optim.Optimizer) else "AdamW"
     raise InvalidValueError(
-        why,
+        "is not an OptimizerResolver; the engine builds the optimizer for the weights that ZeRO "
+        "partitions",
         f'set the optimizer with DeepSpeedPlan.build(optimizer="{name}", lr=…), or '
         f'pass resolver=OptimizerResolver(overrides={{"optimizer.type": "{name}", "lr": …}})',
         key,
@@ -207,13 +189,6 @@ def refuse_unknown(arguments: Mapping[str, Any], call: str) -> None:
         InvalidValueError: An argument is named ``optimizer``; the optimizer belongs in the plan.
         TypeError: An argument with any other name is given.
     """
-    if isinstance(arguments.get("optimizer"), OptimizerResolver):
-        raise InvalidValueError(
-            "is a resolver, not an optimizer",
-            "write resolver=… instead of optimizer=…",
-            "optimizer",
-            "OptimizerResolver",
-        )
     check_resolver(arguments.get("optimizer"), key="optimizer")
     if arguments:
         raise TypeError(f"{call}() got an unexpected keyword argument {min(arguments)!r}")

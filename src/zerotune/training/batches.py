@@ -40,7 +40,15 @@ def as_stream(data: Any, *, engine: Engine, seed: int, **loading: Any) -> BatchS
             _check_ranks(data, engine.group)
         return data
     if isinstance(data, str | os.PathLike | ImageSource):
-        raise _only_photos(data)
+        path = isinstance(data, str | os.PathLike)
+        source = f"ImageFolder({os.fspath(data)!r})" if path else type(data).__name__ + "(…)"
+        raise DataError(
+            "contains images of different sizes, which cannot form a batch",
+            f"write data=PreparedImages({source}, buckets=AspectBuckets(area=1024 * 1024)), or "
+            "encode latents and text embeddings once with zerotune.encode_dataset",
+            "data",
+            data if path else type(data).__name__,
+        )
     is_dataset = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if is_dataset and not isinstance(data, list | tuple):
         if not isinstance(data, BucketedDataset):
@@ -88,21 +96,6 @@ def _check_not_reading(loading: Mapping[str, Any], data: Any) -> None:
         )
 
 
-def _only_photos(data: Any) -> DataError:
-    """Return the error for images that have not been resized to a common size."""
-    path = isinstance(data, str | os.PathLike)
-    source = f"ImageFolder({os.fspath(data)!r})" if path else type(data).__name__ + "(…)"
-    return DataError(
-        "is a path to images, not a dataset"
-        if path
-        else "contains images of different sizes, which cannot form a batch",
-        f"write data=PreparedImages({source}, buckets=AspectBuckets(area=1024 * 1024)), or "
-        "encode latents and text embeddings once with zerotune.encode_dataset",
-        "data",
-        data if path else type(data).__name__,
-    )
-
-
 def samples_by_name(data: Any) -> Any:
     """Return a dataset of dicts; a ``TensorDataset`` of images and labels is wrapped."""
     if isinstance(data, TensorDataset) and len(data.tensors) <= _IMAGES_AND_LABELS:
@@ -120,7 +113,9 @@ def check_named(batch: Any, *, key: str) -> None:
         odd = {
             name: type(value).__name__
             for name, value in batch.items()
-            if value is None or isinstance(value, str | bytes) or _is_picture(value)
+            if value is None
+            or isinstance(value, str | bytes)
+            or type(value).__module__.startswith("PIL.")
         }
         if odd:
             raise DataError(
@@ -134,26 +129,9 @@ def check_named(batch: Any, *, key: str) -> None:
     kinds = [type(each).__name__ for each in batch] if isinstance(batch, list | tuple) else []
     raise DataError(
         "is not a dict; samples and batches are dicts that map names to tensors",
-        _dict_instead(batch),
+        'return {"images": …} with images (c, h, w) in [-1, 1], use ImageTensors(images=…, '
+        "labels=…), or, for pictures, PreparedImages(DatasetImages(dataset, image=…, caption=…), "
+        "buckets=…)",
         key,
         f"{type(batch).__name__} of {', '.join(kinds)}" if kinds else type(batch).__name__,
     )
-
-
-def _is_picture(value: Any) -> bool:
-    return type(value).__module__.partition(".")[0] == "PIL"
-
-
-def _dict_instead(batch: Any) -> str:
-    pair = isinstance(batch, list | tuple) and len(batch) > 0
-    if _is_picture(batch[0] if pair else batch):
-        take = (
-            "image=0, caption=lambda _: ''" if pair else "image=lambda s: s, caption=lambda _: ''"
-        )
-        return f"use PreparedImages(DatasetImages(dataset, {take}), buckets=…); see docs/data.md"
-    if pair:
-        return (
-            'return {"images": …, "labels": …} with images (c, h, w) in [-1, 1], or use '
-            "ImageTensors(images=…, labels=…)"
-        )
-    return 'return {"images": …} with images (c, h, w) in [-1, 1], or use ImageTensors(images=…)'

@@ -22,15 +22,10 @@ def as_ema(ema: Any) -> EMA | None:
         return ema
     if isinstance(ema, int | float) and not isinstance(ema, bool):
         return EMAShadow(decay=float(ema))
-    decay = getattr(ema, "decay", None)
-    decay = decay if isinstance(decay, float) else 0.9999
-    if isinstance(ema, bool):
-        why = "does not set a decay"
-    else:
-        why = "is not an EMAShadow or EMAShadows; other EMA classes do not support sharded weights"
     raise InvalidValueError(
-        why,
-        "omit it" if ema is False else f"write ema={decay:g}, or ema=EMAShadow(decay={decay:g})",
+        "is neither a decay nor an EMAShadow or EMAShadows; other EMA classes do not support "
+        "sharded weights",
+        "write ema=0.9999, or omit it",
         "ema",
         ema if isinstance(ema, bool | str) else getattr(ema, "__name__", type(ema).__name__),
     )

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
-from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -94,12 +92,7 @@ class ProgressBar(Callback):
         if self._bar is not None:
             # In a notebook, stopping does not draw the final state.
             self._bar[0].refresh()
-            hiding: AbstractContextManager[Any] = nullcontext()
-            if self._bar[0].console.is_jupyter and find_spec("ipywidgets") is not None:
-                # In a notebook, rich adds an empty line when a bar stops.
-                hiding = import_module("ipywidgets").Output()
-            with hiding:
-                self._bar[0].stop()
+            self._bar[0].stop()
             self._bar = None
 
     def _fields(self, metrics: StepMetrics) -> dict[str, str]:
