@@ -40,14 +40,14 @@ def as_stream(data: Any, *, engine: Engine, seed: int, **loading: Any) -> BatchS
             _check_ranks(data, engine.group)
         return data
     if isinstance(data, str | os.PathLike | ImageSource):
-        path = isinstance(data, str | os.PathLike)
-        source = f"ImageFolder({os.fspath(data)!r})" if path else type(data).__name__ + "(…)"
+        name = data if isinstance(data, str | os.PathLike) else type(data).__name__
+        source = f"{name}(…)" if name is not data else f"ImageFolder({os.fspath(name)!r})"
         raise DataError(
             "contains images of different sizes, which cannot form a batch",
             f"write data=PreparedImages({source}, buckets=AspectBuckets(area=1024 * 1024)), or "
             "encode latents and text embeddings once with zerotune.encode_dataset",
             "data",
-            data if path else type(data).__name__,
+            name,
         )
     is_dataset = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if is_dataset and not isinstance(data, list | tuple):
