@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.crafted import sign
-from tests.checkpoint.samples import fill, publish
+from tests.checkpoint.samples import fill, publish, sign
 from zerotune.checkpoint import latest_checkpoint
 from zerotune.checkpoint import manifest as manifests
 from zerotune.checkpoint.folders import (
