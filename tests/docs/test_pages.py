@@ -150,7 +150,7 @@ PAGES: dict[str, tuple[tuple[str, ...], str]] = {
 }
 ELSEWHERE = {
     "families.md": "tests/diffusion/families/test_own_family.py",
-    "blocks.md": "tests/examples/recipes/test_blocks.py",
+    "blocks.md": "tests/diffusion/families/test_modular.py",
 }
 
 

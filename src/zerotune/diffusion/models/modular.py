@@ -17,6 +17,7 @@ from diffusers import DiffusionPipeline
 from diffusers.modular_pipelines import LoopSequentialPipelineBlocks, ModularPipelineBlocks
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 
+from zerotune._util.text import did_you_mean
 from zerotune.errors import InvalidValueError, MissingDependencyError
 
 _TEXTS: Final = "text_encoder"
@@ -162,9 +163,10 @@ def blocks_pipeline(
     kind = getattr(diffusers, str(name), None)
     if not (isinstance(kind, type) and issubclass(kind, ModularPipelineBlocks)):
         known = [each for each in dir(diffusers) if each.endswith("Blocks")]
+        near = did_you_mean(str(name), known)
         raise InvalidValueError(
             f"diffusers {diffusers.__version__} has no blocks of this name",
-            f"one of {', '.join(known)}",
+            f"did you mean {' or '.join(near)}?" if near else f"one of {', '.join(known)}",
             "name",
             name,
         )
