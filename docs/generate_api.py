@@ -173,7 +173,7 @@ FOR_FRONT_ENDS = {
     "zerotune.decisions": "Decision Log worst_first",
     f"{_PLAN}.source": "parse_any read_text tolerated with_named_files wrapper_of",
     f"{_PLAN}.read": "canonical_path plan_from_mapping read_partly read_whole",
-    f"{_PLAN}.write": "format_of in_order launchable",
+    f"{_PLAN}.write": "format_of launchable",
     f"{_PLAN}.values": "AUTO Boolean Integer",
     f"{_PLAN}.section": "join leaves modelled value_at",
     f"{_PLAN}.sections": "OFFLOAD_DEVICES PRECISIONS only_precision",
@@ -190,7 +190,7 @@ FOR_FRONT_ENDS = {
     f"{_PLAN}.memory.time": "StepTime step_time",
     f"{_PLAN}.text.plan": "describe shown_and_defaults",
     f"{_PLAN}.text.memory": "Fit fits estimate_data subject",
-    f"{_PLAN}.text.advice": "FOREMOST candidate_data foremost rank_budget seconds_words",
+    f"{_PLAN}.text.advice": "candidate_data candidates_data rank_budget seconds_words",
     f"{_PLAN}.optimizer.capability": "installed_packages missing_package",
     f"{_PLAN}.optimizer.names": "BY_WORD",
 }

@@ -102,8 +102,10 @@ def test_page_and_command_line_agree_on_the_memory_a_plan_needs(client, capsys, 
     _, said = asked(capsys, "plan", "explain", str(file), *options(question))
     setup = {"nvme": "0", **question}
     page = client.post("/api/preview", json={"state": state(setup=setup)}).json()
-    needs = {one["place"]: (one["needed"], one["fits"]) for one in said["fits"]}
+    needs = {one["place"]: (one["needed"], one["fits"]) for one in said["estimate"]["fits"]}
     shown = {one["place"]: (one["needed"], one["fits"]) for one in page["memory"]["bars"]}
     assert shown == needs
     assert page["runs"]
-    assert (page["verdict"]["kind"] == "fits") == all(one["fits"] for one in said["fits"])
+    assert (page["verdict"]["kind"] == "fits") == all(
+        one["fits"] for one in said["estimate"]["fits"]
+    )

@@ -77,7 +77,9 @@ def test_the_summary_of_a_resolved_plan_is_plain_data(reference_a, cuda):
     assert json.loads(json.dumps(summary)) == summary
     assert summary["stage"] == 2
     assert summary["offload_optimizer"] == "cpu"
-    assert summary["optimizer"] == {"name": "AdamW", "params": {"lr": 1e-4}}
+    assert summary["optimizer"] == {
+        "name": "AdamW", "params": {"lr": 1e-4}, "implementation": "DeepSpeedCPUAdam",
+    }  # fmt: skip
     assert summary["scheduler"] is None
     assert summary["decisions"][0]["severity"] == "warning"
 

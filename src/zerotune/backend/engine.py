@@ -18,7 +18,7 @@ from zerotune._util.modules import ModelParts
 from zerotune._util.proc import return_freed_memory
 from zerotune.backend.step_state import Stage, StepState, fault_of, surely, uninterrupted
 from zerotune.errors import EngineError, StepOrderError, ZeroTuneError
-from zerotune.plan.text.plan import resolved_page
+from zerotune.plan.text.plan import resolved_data, resolved_page
 
 if TYPE_CHECKING:
     import torch
@@ -378,7 +378,8 @@ class Engine(Closing):
         Args:
             further: Additional decisions to show, such as the trainer's.
         """
-        page = resolved_page(self._plan, (*self._engine_decisions, *further))
+        decisions = (*self._plan.decisions, *self._engine_decisions, *further)
+        page = resolved_page(resolved_data(self._plan, decisions))
         return "\n".join(part for part in (page.text(), self._checks().render()) if part)
 
     def _train(self, mode: bool) -> None:

@@ -16,7 +16,7 @@ from zerotune.plan.memory.rates import known_rates
 from zerotune.plan.plan import Advice
 from zerotune.plan.remedies import Remedy
 from zerotune.plan.sections import PRECISIONS
-from zerotune.plan.text.advice import FOREMOST, candidate_data, foremost
+from zerotune.plan.text.advice import candidate_data, candidates_data
 
 _ADVISED_SECTIONS: Final = ("zero_optimization", "aio")
 
@@ -64,7 +64,7 @@ def _no_fit_data(error: NothingFitsError, state: FormState, setup: Setup) -> dic
         "fits": False,
         "reason": error.reason,
         "fix": error.more,
-        "nearest": _candidate_form(error.nearest, state, setup),
+        "nearest": _candidate_form(error.nearest, candidate_data(error.nearest), state, setup),
         "remedies": sorted(remedies, key=lambda one: not one["fits"]),
     }
 
@@ -73,18 +73,16 @@ def _advice_data(advice: Advice, state: FormState, setup: Setup) -> dict[str, An
     """Return the plans that a configuration file can express, each with its form."""
     kept = tuple(one for one in advice.candidates if one.streamed is None)
     advice = attrs.evolve(advice, candidates=kept)
-    shown = foremost(advice, FOREMOST)
-
-    def form_data(candidate: Candidate) -> dict[str, Any]:
-        # Compare by identity, because two different candidates may be equal.
-        first = any(candidate is one for one in shown)
-        return {**_candidate_form(candidate, state, setup), "foremost": first}
-
+    every = [
+        _candidate_form(one, data, state, setup)
+        for one, data in zip(kept, candidates_data(advice), strict=True)
+    ]
+    others = [one for one in every if not one["chosen"]]
     return {
         "fits": True,
-        "chosen": form_data(advice.chosen),
-        "runners_up": [form_data(one) for one in advice.runners_up],
-        "rejected": [form_data(one) for one in advice.rejected],
+        "chosen": next(one for one in every if one["chosen"]),
+        "runners_up": [one for one in others if one["fits"]],
+        "rejected": [one for one in others if not one["fits"]],
     }
 
 
@@ -131,13 +129,14 @@ def _remedy_data(remedy: Remedy, state: FormState) -> dict[str, Any]:
     return {"label": label, "gain": gain, "fits": fits, "state": remedy_form.data()}
 
 
-def _candidate_form(candidate: Candidate, state: FormState, setup: Setup) -> dict[str, Any]:
+def _candidate_form(
+    candidate: Candidate, data: dict[str, Any], state: FormState, setup: Setup
+) -> dict[str, Any]:
     """Return a candidate and a form with its stage, offload and batch; other settings are kept.
 
     The ZeRO section is replaced as a whole, because an old bucket size would invalidate the
     estimate.
     """
-    data = candidate_data(candidate)
     advised = data.pop("plan")
     kept = {key: value for key, value in state.config.items() if key not in _ADVISED_SECTIONS}
     config = {**advised, **kept}

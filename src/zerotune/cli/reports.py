@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from zerotune._util.table import Line, Page
+import attrs
+
+from zerotune._util.table import Line
 from zerotune.cli import Command, print_json, print_text, tell
 from zerotune.cli.options import (
     add_configuration,
@@ -40,18 +42,16 @@ from zerotune.plan.charts import plot_memory
 from zerotune.plan.optimizer.names import parse_optimizer_name
 from zerotune.plan.plan import Advice, DeepSpeedPlan, MemoryEstimate
 from zerotune.plan.text.advice import (
-    FOREMOST,
     advice_page,
-    candidate_data,
-    foremost,
     nearest_budget,
+    nearest_data,
     nearest_page,
     places_of,
     rank_budget,
     time_data,
     time_words,
 )
-from zerotune.plan.text.memory import WIDTH, RankBudget, estimate_page, fits
+from zerotune.plan.text.memory import WIDTH, RankBudget, estimate_data, estimate_page
 from zerotune.plan.text.plan import plan_page, resolved_page
 from zerotune.plan.write import FORMATS, launchable, plan_document
 from zerotune.platform import detect_platform
@@ -188,7 +188,7 @@ def _explain(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print_json(summary)
         else:
-            plan_page(plan, world_size=arguments.world_size, platform=platform).print()
+            plan_page(summary).print()
         return int(any(finding["severity"] == "error" for finding in summary["findings"]))
     return _explain_cost(arguments, plan)
 
@@ -216,31 +216,21 @@ def _explain_cost(arguments: argparse.Namespace, plan: DeepSpeedPlan) -> int:
     )
     budget = rank_budget(by_place(sizes), estimate)
     _draw_chart(estimate, budget, arguments)
-    _show_cost(arguments, estimate, budget)
-    return 0 if all(fit.fits for fit in fits(estimate, budget)) else 1
-
-
-def _show_cost(arguments: argparse.Namespace, estimate: MemoryEstimate, budget: RankBudget) -> None:
-    import attrs
-
     time = estimate.step_time()
+    data: dict[str, Any] = {
+        "resolved": estimate.resolved.summary(),
+        "estimate": estimate_data(estimate, budget),
+        "time": None if time is None else time_data(time),
+    }
     if arguments.json:
-        every = fits(estimate, budget)
-        print_json(
-            {
-                "resolved": estimate.resolved.summary(),
-                "estimate": estimate.to_dict(),
-                "fits": [{**attrs.asdict(fit), "fits": fit.fits} for fit in every],
-                "time": None if time is None else time_data(time),
-            }
-        )
-        return
-    page = estimate_page(estimate, budget=budget)
-    if time is not None:
-        page = Page(blocks=(*page.blocks, Line(""), Line(time_words(time), indent=2)))
-    resolved_page(estimate.resolved).print()
-    print_text("")
-    page.print(width=WIDTH)
+        print_json(data)
+    else:
+        resolved_page(data["resolved"]).print()
+        print_text("")
+        page = estimate_page(data["estimate"])
+        more = (Line(""), Line(time_words(data["time"]), indent=2)) if data["time"] else ()
+        attrs.evolve(page, blocks=(*page.blocks, *more)).print(width=WIDTH)
+    return 0 if all(fit["fits"] for fit in data["estimate"]["fits"]) else 1
 
 
 # -- advise
@@ -307,14 +297,14 @@ def _advise(arguments: argparse.Namespace) -> int:
 
 def _report(arguments: argparse.Namespace, advice: Advice) -> None:
     _draw_chart(advice.estimate, rank_budget(places_of(advice.budget), advice.estimate), arguments)
+    data = advice.to_dict()
     if arguments.json:
-        print_json(advice.to_dict())
+        print_json(data)
     else:
-        most = None if arguments.all else FOREMOST
-        advice_page(advice, most=most).print(width=WIDTH)
-        shown = len(advice.candidates if most is None else foremost(advice, most))
-        if shown < len(advice.candidates):
-            print_text(f"  --all shows {len(advice.candidates) - shown} more")
+        advice_page(data, every=arguments.all).print(width=WIDTH)
+        hidden = sum(not one["foremost"] for one in data["candidates"])
+        if hidden and not arguments.all:
+            print_text(f"  --all shows {hidden} more")
     if arguments.output:
         saved = advice.plan.save(arguments.output)
         for decision in saved.decisions:
@@ -347,13 +337,11 @@ def _report_nothing(
     nearest = error.nearest
     budget = by_place({**machine, "vram": machine["vram"] or 0})
     _draw_chart(nearest.estimate, nearest_budget(nearest, budget=budget), arguments)
-    said = str(error.in_shell())
+    data = nearest_data(nearest, str(error.in_shell()), budget=budget)
     if arguments.json:
-        print_json({"fits": False, "reason": said, "nearest": candidate_data(nearest)})
+        print_json(data)
     else:
-        Page(blocks=(Line(said, mark="error:", style="error"),)).print(width=WIDTH)
-        print_text("")
-        nearest_page(nearest, budget=budget).print(width=WIDTH)
+        nearest_page(data).print(width=WIDTH)
 
 
 CONVERT: Final = Command(_configure_convert, _convert)

@@ -17,13 +17,11 @@ from zerotune.plan.memory.items import Estimate
 from zerotune.plan.text.memory import (
     PLACE_NAMES,
     RankBudget,
-    estimate_unit,
-    fits,
-    merged,
+    estimate_data,
     peak_words,
-    subject,
+    unit_of,
 )
-from zerotune.plan.text.plan import describe
+from zerotune.plan.text.plan import Data
 from zerotune.plan.write import write_whole
 
 _FORMATS: Final = ("png", "pdf", "svg")
@@ -113,8 +111,9 @@ def plot_memory(
             "path",
             str(path),
         )
-    heading = f"Memory per rank: {describe(estimate.resolved)}\n{subject(estimate)}"
-    figure = draw_panels(heading, memory_panels(estimate, budget=budget))
+    data = estimate_data(estimate, budget)
+    heading = f"Memory per rank: {data['plan']['title']}\n{data['subject']}"
+    figure = draw_panels(heading, memory_panels(data))
     content = io.BytesIO()
     # Without a date, so that equal estimates give equal files.
     undated = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}.get(kind)
@@ -122,35 +121,35 @@ def plot_memory(
     return write_whole(path, content.getvalue())
 
 
-def memory_panels(estimate: Estimate, *, budget: RankBudget | None = None) -> list[Panel]:
-    """Return a panel for each kind of memory (device, host, NVMe) that is used or has a budget.
-
-    Args:
-        estimate: The memory estimate.
-        budget: Bytes available to each rank, as a mapping with the keys ``"device"``, ``"host"``
-            and ``"nvme"``.
-    """
-    unit, size = estimate_unit(estimate, budget)
-    colours = component_colours(item.component for item in estimate.items)
+def memory_panels(data: Data) -> list[Panel]:
+    """Return a panel for each kind of memory in ``estimate_data`` that is used or has a budget."""
+    unit, size = unit_of(data)
+    colours = component_colours(
+        one["component"] for held in data["places"].values() for one in held["components"]
+    )
     panels = []
-    for fit in fits(estimate, budget):
-        when = f" {peak_words(estimate, fit.place)}" if fit.needed else ""
+    for fit in data["fits"]:
+        held = data["places"][fit["place"]]
+        when = f" {peak_words(held)}" if fit["needed"] else ""
+        merged: dict[str, int] = {}
+        for one in held["components"]:
+            if one["at_peak"] and one["nbytes"]:
+                merged[one["component"]] = merged.get(one["component"], 0) + one["nbytes"]
         panel = Panel(
-            title=f"{PLACE_NAMES[fit.place]}: {fit.needed / size:.2f} {unit}{when}",
+            title=f"{PLACE_NAMES[fit['place']]}: {fit['needed'] / size:.2f} {unit}{when}",
             parts=[
                 (name, nbytes / size, colours[name])
-                for name, nbytes in merged(estimate.peak(fit.place).items)
-                if nbytes
+                for name, nbytes in sorted(merged.items(), key=lambda pair: -pair[1])
             ],
             unit=unit,
         )
-        if fit.available is not None:
-            left = (fit.available - fit.needed) / size
+        if fit["available"] is not None:
+            left = (fit["available"] - fit["needed"]) / size
             panel = attrs.evolve(
                 panel,
-                note=f"budget {fit.available / size:.2f} {unit}, "
+                note=f"budget {fit['available'] / size:.2f} {unit}, "
                 + (f"{left:.2f} free" if left >= 0 else f"over by {-left:.2f}"),
-                limit=fit.available / size,
+                limit=fit["available"] / size,
                 colour=INK if left >= 0 else ALARM,
             )
         panels.append(panel)

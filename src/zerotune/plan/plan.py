@@ -79,7 +79,7 @@ class MemoryEstimate(Estimate):
 
     def explain(self) -> str:
         """Describe peak device, host and NVMe memory and their components as text."""
-        return memory_text.estimate_page(self).text(memory_text.WIDTH)
+        return self.page().text(memory_text.WIDTH)
 
     def step_time(self, rates: Rates | None = None) -> StepTime | None:
         """Predict the time of an optimizer step.
@@ -169,7 +169,7 @@ class ResolvedPlan(Resolved):
 
     def explain(self) -> str:
         """Describe what will run and why, as text."""
-        return plan_text.resolved_page(self).text()
+        return self.page().text()
 
     def summary(self) -> dict[str, Any]:
         """Return what will run as a JSON-serialisable dict."""
@@ -542,7 +542,7 @@ class DeepSpeedPlan(Settings):
             world_size: Number of ranks for the rules.
             platform: The machine; without it, rules that depend on the machine are skipped.
         """
-        return plan_text.plan_page(self, world_size=world_size, platform=platform).text()
+        return plan_text.plan_page(self.summary(world_size=world_size, platform=platform)).text()
 
     def summary(self, *, world_size: int = 1, platform: Platform | None = None) -> dict[str, Any]:
         """Return the content of ``explain`` as a JSON-serialisable dict.
@@ -757,7 +757,7 @@ class Advice(Advised):
 
     def explain(self) -> str:
         """Return the choice, its reason, the free memory and all candidates as text."""
-        return advice_text.advice_page(self).text(memory_text.WIDTH)
+        return advice_text.advice_page(self.to_dict(), every=True).text(memory_text.WIDTH)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the advice as a JSON-serialisable dict; sizes are in bytes."""

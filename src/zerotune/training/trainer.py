@@ -31,7 +31,7 @@ from zerotune.diffusion.pretrained import Pretrained
 from zerotune.ema import FileStore
 from zerotune.errors import CheckpointNotFiniteError, DataError, TrainingError
 from zerotune.plan.plan import Advice
-from zerotune.plan.text.plan import describe, running_page
+from zerotune.plan.text.plan import describe, resolved_data, running_page
 from zerotune.training.activations import (
     Activations,
     keep_activations,
@@ -470,7 +470,8 @@ class Trainer(Closing, Readable):
     @override
     def page(self) -> Page:
         """Return a summary of the run that fits on a screen; ``explain`` returns every detail."""
-        return running_page(self.engine.plan, [*self.engine.decisions, *self.decisions])
+        decisions = [*self.engine.decisions, *self.decisions]
+        return running_page(resolved_data(self.engine.plan, decisions))
 
     def explain(self) -> str:
         """Describe the verified engine, every decision and the EMAs."""

@@ -9,7 +9,13 @@ from zerotune.plan import DeepSpeedPlan, ModelFacts
 from zerotune.plan.candidates import Budget, Candidate
 from zerotune.plan.memory.items import MemoryItem, Workload
 from zerotune.plan.plan import Advice, MemoryEstimate
-from zerotune.plan.text.advice import advice_data, advice_page, nearest_page, rank_budget
+from zerotune.plan.text.advice import (
+    advice_data,
+    advice_page,
+    nearest_data,
+    nearest_page,
+    rank_budget,
+)
 from zerotune.plan.text.memory import subject
 from zerotune.platform import Platform
 from zerotune.platform.facts import GIB
@@ -63,9 +69,13 @@ def advice():
     )
 
 
+def page(advice):
+    return advice_page(advice_data(advice), every=True).text(100)
+
+
 class TestText:
     def test_the_text_begins_with_the_choice(self, advice):
-        lines = advice_page(advice).text(100).splitlines()
+        lines = page(advice).splitlines()
         assert " ".join(" ".join(lines[:2]).split()) == (
             "Advice for 12.00 GiB of device memory, 64.00 GiB of host memory, no NVMe,"
             " 5% of device and host kept free"
@@ -79,7 +89,7 @@ class TestText:
         ]
 
     def test_every_candidate_shows_its_needs_and_shortfalls(self, advice):
-        lines = advice_page(advice).text(100).splitlines()
+        lines = page(advice).splitlines()
         start = next(at for at, line in enumerate(lines) if line.startswith("Candidates "))
 
         assert [line[:10].strip() for line in lines[start + 2 :] if line[:10].strip()] == [
@@ -89,26 +99,28 @@ class TestText:
         assert lines[too_big + 1].strip().startswith("missing device 30.00 GiB; optimizer states")
 
     def test_the_reason_for_the_choice_is_shown_once(self, advice):
-        text = " ".join(advice_page(advice).text(100).split())
+        text = " ".join(page(advice).split())
         assert text.count("the lowest stage that fits") == 1
 
     def test_the_text_fits_any_terminal_width(self, advice):
-        text = advice_page(advice).text(100)
+        text = page(advice)
         assert text.isascii()
         assert max(map(len, text.splitlines())) <= 100
 
     def test_nvme_is_shown_only_if_available(self, advice):
         budget = attrs.evolve(advice.budget, nvme=500 * GIB, reserve=0.0)
-        text = advice_page(attrs.evolve(advice, budget=budget)).text(100)
+        text = page(attrs.evolve(advice, budget=budget))
         assert "500.00 GiB of NVMe" in text
         assert "NVMe 500.00 GiB" in text
         assert "kept free" not in text
 
     def test_the_nearest_candidate_shows_what_is_missing(self, advice):
         budget = {"device": 12 * GIB, "host": 64 * GIB, "nvme": 0}
-        text = nearest_page(advice.candidates[0], budget=budget).text(100)
+        text = nearest_page(nearest_data(advice.candidates[0], "none", budget=budget)).text(100)
 
-        assert text.startswith("Nearest: ZeRO-0, with checkpointing\n  missing: device 30.00 GiB\n")
+        assert text.startswith(
+            "error: none\n\nNearest: ZeRO-0, with checkpointing\n  missing: device 30.00 GiB\n"
+        )
         assert "42.00 of 12.00 GiB, over by 30.00" in text
 
 

@@ -7,6 +7,7 @@ import pytest
 from zerotune._util.palette import ALARM, INK
 from zerotune.errors import InvalidValueError, MissingDependencyError, PlanFileError
 from zerotune.plan.charts import draw_panels, memory_panels, plot_memory
+from zerotune.plan.text.memory import estimate_data
 from zerotune.platform.facts import GIB
 
 
@@ -14,9 +15,13 @@ def labels(axes):
     return [text.get_text() for text in axes.get_legend().get_texts()]
 
 
+def panels(estimate, budget=None):
+    return memory_panels(estimate_data(estimate, budget))
+
+
 class TestPanels:
     def test_each_place_has_a_bar_and_a_legend_of_its_components(self, estimate):
-        figure = draw_panels("", memory_panels(estimate))
+        figure = draw_panels("", panels(estimate))
 
         device, host = figure.axes
         assert labels(device) == ["weights 4.00", "flat copy 3.50"]
@@ -24,7 +29,7 @@ class TestPanels:
         assert device.get_title(loc="left") == ("device: 7.50 GiB at the peak, during set-up")
 
     def test_segments_are_stacked_to_scale(self, estimate):
-        (axes, _) = draw_panels("", memory_panels(estimate)).axes
+        (axes, _) = draw_panels("", panels(estimate)).axes
 
         pieces = [(bar.get_x(), bar.get_width()) for bar in axes.patches]
         assert pieces == [(0, 4), (4, 3.5)]
@@ -34,12 +39,12 @@ class TestPanels:
             make_item("buckets", "device", 1), make_item("weights", "device", 1.5),
             make_item("buckets", "device", 1),
         )  # fmt: skip
-        (panel,) = memory_panels(made)
+        (panel,) = panels(made)
 
         assert [part[:2] for part in panel.parts] == [("buckets", 2), ("weights", 1.5)]
 
     def test_a_budget_shows_what_is_left_or_missing(self, estimate):
-        roomy, short = memory_panels(estimate, budget={"device": 15 * GIB, "host": 8 * GIB})
+        roomy, short = panels(estimate, {"device": 15 * GIB, "host": 8 * GIB})
 
         assert (roomy.limit, roomy.note) == (15, "budget 15.00 GiB, 7.50 free")
         assert (short.limit, short.note) == (8, "budget 8.00 GiB, over by 16.00")
@@ -52,7 +57,7 @@ class TestPanels:
             for place in ("device", "host", "nvme")
             for i in range(count)
         ]
-        figure = draw_panels("a\nb", memory_panels(make_estimate(*items)))
+        figure = draw_panels("a\nb", panels(make_estimate(*items)))
         figure.draw_without_rendering()
 
         legends = [axes.get_legend().get_window_extent() for axes in figure.axes]

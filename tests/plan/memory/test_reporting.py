@@ -4,7 +4,7 @@ import json
 
 import attrs
 
-from zerotune.plan.text.memory import estimate_page, fits
+from zerotune.plan.text.memory import estimate_data, estimate_page, fits
 from zerotune.platform.facts import GIB
 
 
@@ -83,7 +83,7 @@ def test_the_text_names_the_workload(make_estimate):
 
 
 def test_memory_over_its_budget_is_reported_and_marked(estimate):
-    page = estimate_page(estimate, budget={"device": 5 * GIB, "nvme": GIB})
+    page = estimate_page(estimate_data(estimate, {"device": 5 * GIB, "nvme": GIB}))
 
     table = page.blocks[3]
     assert [row[:2] for row in table.rows] == [

@@ -1,30 +1,37 @@
-"""Memory estimates as reports and as data."""
+"""Memory estimates as data, and as reports of these data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import attrs
 
 from zerotune._util.table import Block, Line, Page, Table, brief_of, page_of
 from zerotune._util.text import common_unit, counted, format_size
-from zerotune.plan.memory.items import (
-    DURING,
-    PHASES,
-    PLACES,
-    Estimate,
-    MemoryItem,
-    Phase,
-    Place,
-    Workload,
-)
+from zerotune.plan.memory.items import DURING, PHASES, PLACES, Estimate, Place, Workload
 from zerotune.plan.memory.traffic import swap_traffic
-from zerotune.plan.text.plan import describe
+from zerotune.plan.text.plan import Data, describe
+
+WIDTH: Final = 100
+"""Width of estimates and advice in characters if the terminal width is unknown."""
 
 RankBudget = Mapping[Place, int]
 """Bytes available to each rank, as a mapping with the keys ``"device"``, ``"host"`` and ``"nvme"``;
 a missing key means no limit."""
+Sizes = Mapping[Place, int]
+"""Bytes by place."""
+
+PLACE_NAMES: Final[Mapping[Place, str]] = {"device": "device", "host": "host", "nvme": "NVMe"}
+"""Names that reports use for device, host and NVMe memory."""
+_EMA: Final = {"host": "in host memory", "device": "on the device", "nvme": "in files (NVMe)"}
+_PLANNED: Final = (
+    *("stage", "uses_deepspeed", "offload_optimizer", "offload_param"),
+    *("precision", "world_size"),
+)
+
+
+# -- Data.
 
 
 @attrs.frozen(kw_only=True)
@@ -42,19 +49,6 @@ class Fit:
         """Whether the peak fits in the available memory."""
         return self.available is None or self.needed <= self.available
 
-    def words(self, unit: tuple[str, int]) -> str:
-        """Return peak, budget, and free or missing memory in ``unit``.
-
-        Args:
-            unit: Name of the unit, and its size in bytes.
-        """
-        name, size = unit
-        if self.available is None:
-            return f"{self.needed / size:.2f} {name}"
-        left = self.available - self.needed
-        rest = f"{left / size:.2f} free" if left >= 0 else f"over by {-left / size:.2f}"
-        return f"{self.needed / size:.2f} of {self.available / size:.2f} {name}, {rest}"
-
 
 def fits(estimate: Estimate, budget: RankBudget | None = None) -> tuple[Fit, ...]:
     """Compare peak device, host and NVMe memory of ``estimate`` with ``budget``.
@@ -70,67 +64,21 @@ def fits(estimate: Estimate, budget: RankBudget | None = None) -> tuple[Fit, ...
     return tuple(fit for fit in every if fit.needed or fit.available)
 
 
-def estimate_unit(estimate: Estimate, budget: RankBudget | None = None) -> tuple[str, int]:
-    """Return the unit for all sizes of an estimate: its name, and its size in bytes."""
-    return common_unit(fit.needed for fit in fits(estimate, budget))
-
-
-def memory_table(estimate: Estimate, budget: RankBudget | None = None) -> Table:
-    """Return a table of peak device, host and NVMe memory.
+def estimate_data(estimate: Estimate, budget: RankBudget | None = None) -> dict[str, Any]:
+    """Return ``estimate`` as a JSON-serialisable dict; sizes are in bytes per rank.
 
     Args:
-        estimate: The memory estimate.
+        estimate: The estimate.
         budget: Bytes available to each rank, as a mapping with the keys ``"device"``, ``"host"``
             and ``"nvme"``.
     """
-    unit = estimate_unit(estimate, budget)
-    every = fits(estimate, budget)
-    over = {PLACE_NAMES[fit.place] for fit in every if not fit.fits}
-    return Table(
-        rows=tuple(
-            (PLACE_NAMES[fit.place], fit.words(unit), peak_words(estimate, fit.place))
-            for fit in every
-        ),
-        head=("place", "memory per rank", "when"),
-        style=lambda row: "error" if row[0] in over else "",
-    )
-
-
-def merged(items: Sequence[MemoryItem]) -> list[tuple[str, int]]:
-    """Return the bytes of each component, summed by name, largest first."""
-    sizes: dict[str, int] = {}
-    for item in items:
-        sizes[item.component] = sizes.get(item.component, 0) + item.nbytes
-    return sorted(sizes.items(), key=lambda pair: -pair[1])
-
-
-# -- Memory estimates in words, as Markdown and as data.
-
-WIDTH: Final = 100
-"""Width of estimates and advice in characters if the terminal width is unknown."""
-
-
-_EMA: Final = {"host": "in host memory", "device": "on the device", "nvme": "in files (NVMe)"}
-
-
-PLACE_NAMES: Final[Mapping[Place, str]] = {"device": "device", "host": "host", "nvme": "NVMe"}
-"""Names that reports use for device, host and NVMe memory."""
-
-
-_PLANNED: Final = (
-    *("stage", "uses_deepspeed", "offload_optimizer", "offload_param"),
-    *("precision", "world_size"),
-)
-
-
-def estimate_data(estimate: Estimate) -> dict[str, Any]:
-    """Return ``estimate`` as a JSON-serialisable dict; sizes are in bytes per rank."""
     resolved, model = estimate.resolved, estimate.resolved.model
     return {
         "plan": {
             "title": describe(resolved),
             **{name: getattr(resolved, name) for name in _PLANNED},
         },
+        "subject": subject(estimate),
         "model": model
         and {
             "name": model.name,
@@ -138,46 +86,32 @@ def estimate_data(estimate: Estimate) -> dict[str, Any]:
             "trainable_elements": model.trainable_numel,
         },
         "workload": attrs.asdict(estimate.workload),
-        "places": {place: _held_at(estimate, place) for place in PLACES},
+        "places": {place: _place_data(estimate, place) for place in PLACES},
+        "fits": [{**attrs.asdict(fit), "fits": fit.fits} for fit in fits(estimate, budget)],
         "pinned": estimate.pinned,
         "swap_traffic": attrs.asdict(swap_traffic(estimate)),
         "notes": list(estimate.notes),
     }
 
 
-def estimate_page(estimate: Estimate, *, budget: RankBudget | None = None) -> Page:
-    """Return a report of peak device, host and NVMe memory, and of their components.
-
-    Args:
-        estimate: The estimate.
-        budget: Bytes available to each rank, as a mapping with the keys ``"device"``, ``"host"``
-            and ``"nvme"``.
-    """
-    data, unit = estimate_data(estimate), estimate_unit(estimate)
-    blocks: list[Block] = [
-        Line(f"Memory per rank: {describe(estimate.resolved)}", style="title"),
-        Line(subject(estimate), indent=2),
-        Line(""),
-        memory_table(estimate, budget),
-    ]
-    for place, held in data["places"].items():
-        if held["components"]:
-            title = f"{PLACE_NAMES[place]}: {held['peak'] / unit[1]:.2f} {unit[0]}"
-            blocks.append(Line(""))
-            blocks.append(Line(f"{title} {peak_words(estimate, place)}", style="title"))
-            blocks += _place_blocks(held, unit)
-    traffic = data["swap_traffic"]
-    if traffic["written"]:
-        read, written = format_size(traffic["read"]), format_size(traffic["written"])
-        text = f"each optimizer step reads {read} from swap files and writes {written}"
-        blocks.append(Line(text, indent=2))
-    return Page(blocks=(*blocks, *(Line(note, mark="note:") for note in data["notes"])))
-
-
-def describe_estimate(estimate: Estimate) -> str:
-    """Summarise peak device, host and NVMe memory in one line."""
-    needs = [(place, estimate.peak(place).nbytes) for place in PLACES]
-    return f"{describe(estimate.resolved)}: {sizes(pair for pair in needs if pair[1])} per rank"
+def _place_data(estimate: Estimate, place: Place) -> dict[str, Any]:
+    peak = estimate.peak(place)
+    items = [item for item in estimate.items if item.place == place]
+    return {
+        "peak": peak.nbytes,
+        "phase": peak.phase,
+        "phases": {
+            phase: sum(item.nbytes for item in estimate.at(place, phase)) for phase in PHASES
+        },
+        "components": [
+            {
+                **{name: getattr(item, name) for name in ("component", "nbytes", "pinned", "note")},
+                "at_peak": peak.phase in item.phases,
+                "phases": [phase for phase in PHASES if phase in item.phases],
+            }
+            for item in sorted(items, key=lambda item: -item.nbytes)
+        ],
+    }
 
 
 def subject(estimate: Estimate) -> str:
@@ -190,13 +124,6 @@ def subject(estimate: Estimate) -> str:
     if model.numel >= 10**9:
         count = f"{model.numel / 1e9:.2f} billion"
     return f"{model.name} ({count} parameters), {workload}"
-
-
-def peak_words(estimate: Estimate, place: Place) -> str:
-    """Return a phrase, for the end of a sentence, that says when memory use peaks."""
-    if len(set(_totals(estimate, place).values())) == 1:
-        return "at any time"
-    return f"at the peak, {DURING[estimate.peak(place).phase]}"
 
 
 def describe_workload(workload: Workload) -> str:
@@ -216,29 +143,72 @@ def describe_workload(workload: Workload) -> str:
     return ", ".join(parts)
 
 
-def _held_at(estimate: Estimate, place: Place) -> dict[str, Any]:
-    peak = estimate.peak(place)
-    items = [item for item in estimate.items if item.place == place]
-    return {
-        "peak": peak.nbytes,
-        "phase": peak.phase,
-        "phases": _totals(estimate, place),
-        "components": [
-            {
-                **{name: getattr(item, name) for name in ("component", "nbytes", "pinned", "note")},
-                "at_peak": peak.phase in item.phases,
-                "phases": [phase for phase in PHASES if phase in item.phases],
-            }
-            for item in sorted(items, key=lambda item: -item.nbytes)
-        ],
-    }
+# -- Reports of the data.
 
 
-def _totals(estimate: Estimate, place: Place) -> dict[Phase, int]:
-    return {phase: sum(item.nbytes for item in estimate.at(place, phase)) for phase in PHASES}
+def estimate_page(data: Data) -> Page:
+    """Return a report of ``estimate_data``: peaks of memory, and their components."""
+    name, size = unit = unit_of(data)
+    blocks: list[Block] = [
+        Line(f"Memory per rank: {data['plan']['title']}", style="title"),
+        Line(data["subject"], indent=2),
+        Line(""),
+        memory_table(data),
+    ]
+    for place, held in data["places"].items():
+        if held["components"]:
+            title = f"{PLACE_NAMES[place]}: {held['peak'] / size:.2f} {name} {peak_words(held)}"
+            blocks += [Line(""), Line(title, style="title"), *_place_blocks(held, unit)]
+    traffic = data["swap_traffic"]
+    if traffic["written"]:
+        read, written = format_size(traffic["read"]), format_size(traffic["written"])
+        text = f"each optimizer step reads {read} from swap files and writes {written}"
+        blocks.append(Line(text, indent=2))
+    return Page(blocks=(*blocks, *(Line(note, mark="note:") for note in data["notes"])))
 
 
-def _place_blocks(held: Mapping[str, Any], unit: tuple[str, int]) -> Iterator[Block]:
+def memory_table(data: Data) -> Table:
+    """Return a table of the peaks of device, host and NVMe memory in ``estimate_data``."""
+    unit = unit_of(data)
+    over = {PLACE_NAMES[fit["place"]] for fit in data["fits"] if not fit["fits"]}
+    return Table(
+        rows=tuple(
+            (
+                PLACE_NAMES[fit["place"]],
+                _fit_words(fit, unit),
+                peak_words(data["places"][fit["place"]]),
+            )
+            for fit in data["fits"]
+        ),
+        head=("place", "memory per rank", "when"),
+        style=lambda row: "error" if row[0] in over else "",
+    )
+
+
+def unit_of(data: Data) -> tuple[str, int]:
+    """Return the unit for all sizes of an estimate: its name, and its size in bytes."""
+    return common_unit(fit["needed"] for fit in data["fits"])
+
+
+def _fit_words(fit: Data, unit: tuple[str, int]) -> str:
+    """Return peak, budget, and free or missing memory in ``unit``."""
+    (name, size), needed, available = unit, fit["needed"], fit["available"]
+    if available is None:
+        return f"{needed / size:.2f} {name}"
+    left = (available - needed) / size
+    rest = f"{left:.2f} free" if left >= 0 else f"over by {-left:.2f}"
+    return f"{needed / size:.2f} of {available / size:.2f} {name}, {rest}"
+
+
+def peak_words(held: Data) -> str:
+    """Return a phrase, for the end of a sentence, that says when memory of a place peaks."""
+    if len(set(held["phases"].values())) == 1:
+        return "at any time"
+    phase: Any = held["phase"]
+    return f"at the peak, {DURING[phase]}"
+
+
+def _place_blocks(held: Data, unit: tuple[str, int]) -> Iterator[Block]:
     """Yield the components of a place at its peak, those of other phases, and totals by phase."""
     name, size = unit
     yield Table(
@@ -255,20 +225,13 @@ def _place_blocks(held: Mapping[str, Any], unit: tuple[str, int]) -> Iterator[Bl
         yield Line(f"by phase, {name}: {by_phase}", indent=2)
 
 
-def _remarks(component: Mapping[str, Any]) -> str:
+def _remarks(component: Data) -> str:
     pinned = "pinned" if component["pinned"] else ""
     text = ", ".join(part for part in (component["note"], pinned) if part)
     if component["at_peak"]:
         return text
-    phases: list[Phase] = component["phases"]
-    held = " and ".join(DURING[phase] for phase in phases)
+    held = " and ".join(DURING[phase] for phase in component["phases"])
     return f"only {held or 'never'}; {text}".rstrip("; ")
-
-
-# -- Advice in words, as Markdown and as data.
-
-Sizes = Mapping[Place, int]
-"""Bytes by place."""
 
 
 def sizes(sizes: Iterable[tuple[Place, int]]) -> str:
@@ -276,7 +239,11 @@ def sizes(sizes: Iterable[tuple[Place, int]]) -> str:
     return ", ".join(f"{PLACE_NAMES[place]} {format_size(size)}" for place, size in sizes)
 
 
+def describe_estimate(estimate: Estimate) -> str:
+    """Summarise peak device, host and NVMe memory in one line."""
+    needs = [(fit.place, fit.needed) for fit in fits(estimate)]
+    return f"{describe(estimate.resolved)}: {sizes(needs)} per rank"
+
+
 brief_of.register(Estimate, describe_estimate)
-
-
-page_of.register(Estimate, estimate_page)
+page_of.register(Estimate, lambda estimate: estimate_page(estimate_data(estimate)))

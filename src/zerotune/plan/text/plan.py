@@ -1,13 +1,13 @@
-"""Plans and resolved plans as reports and as data."""
+"""Plans and resolved plans as data, and as reports of these data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from zerotune._util.table import Block, Line, Page, Table, brief_of, page_of, plain_value
 from zerotune._util.text import counted, format_size
-from zerotune.decisions import Decision, worst_first
+from zerotune.decisions import SEVERITIES, Decision, worst_first
 from zerotune.errors import UNSET
 from zerotune.plan.context import Context, MastersName
 from zerotune.plan.resolved import Resolved
@@ -17,225 +17,22 @@ from zerotune.plan.settings import Settings
 from zerotune.plan.values import AUTO
 from zerotune.platform.facts import Platform
 
-Setting = tuple[str, str]
-"""A setting in a report: its label and its value, both as text."""
-
+Data = Mapping[str, Any]
 
 _LABEL_WIDTH: Final = 15
-
-
-_PARTITIONED = {
+_PARTITIONED: Final[Mapping[Any, str]] = {
     0: "nothing is partitioned; every rank holds everything",
     1: "optimizer states and master weights are partitioned over the ranks",
     2: "optimizer states, master weights and gradients are partitioned over the ranks",
     3: "optimizer states, gradients and parameters are partitioned over the ranks",
     "auto": "chosen when the plan is resolved",
 }
-
-
-_WHERE = {
+_WHERE: Final = {
     "none": "on the device",
     "cpu": "in host memory",
     "nvme": "in files (NVMe)",
     "auto": "chosen when the plan is resolved",
 }
-
-
-def plan_page(plan: Settings, *, world_size: int = 1, platform: Platform | None = None) -> Page:
-    """Return a report of a plan: errors, settings, changes made on reading, and findings."""
-    findings = check_plan(plan, Context(world_size=world_size, platform=platform))
-    errors = [one for one in findings if one.severity == "error"]
-    rows = [(label, _unless_refused(label, value, errors)) for label, value in _asked_rows(plan)]
-    title = f"Plan from {plan.source}"
-    return Page(
-        title=f"{title}: cannot run, {counted(len(errors), 'error')}" if errors else title,
-        blocks=(
-            *_finding_lines(errors, title=""),
-            _settings_table(rows),
-            *_decision_lines(plan.decisions, plan),
-            *_finding_lines(one for one in findings if one.severity != "error"),
-        ),
-    )
-
-
-_KEYS_OF_ROWS: Final[Mapping[str, tuple[str, ...]]] = {
-    "ZeRO stage": ("zero_optimization.stage",),
-    "optimizer state": ("zero_optimization.offload_optimizer",),
-    "parameters": ("zero_optimization.offload_param",),
-    "precision": ("fp16", "bf16"),
-    "batch": (
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-    ),
-    "clipping": ("gradient_clipping",),
-    "optimizer": ("optimizer",),
-    "scheduler": ("scheduler",),
-}
-
-
-def _unless_refused(label: str, value: str, errors: Sequence[Decision]) -> str:
-    keys = _KEYS_OF_ROWS[label]
-    refused = any(f"{one.key}.".startswith(f"{key}.") for one in errors for key in keys)
-    return "refused, see the errors" if refused else value
-
-
-def resolved_page(resolved: Resolved, further: Iterable[Decision] = ()) -> Page:
-    """Return a report of a resolved plan: settings, and all decisions with reasons.
-
-    Args:
-        resolved: The plan.
-        further: Decisions that the engine made.
-    """
-    decisions = (*resolved.decisions, *further)
-    return Page(
-        title=f"Resolved plan from {resolved.requested.source}",
-        blocks=(
-            _settings_table(_resolved_rows(resolved)),
-            *_decision_lines(decisions, resolved.requested),
-        ),
-    )
-
-
-def running_page(resolved: Resolved, decisions: Iterable[Decision]) -> Page:
-    """Return a short report of a running plan: settings and warnings."""
-    shown, _ = shown_and_defaults(decisions)
-    return Page(
-        title=f"Training: {describe(resolved)}",
-        blocks=(
-            _settings_table(_resolved_rows(resolved)),
-            *_decision_lines((o for o in shown if o.severity == "warning"), resolved.requested),
-            Line(f"explain() lists all {len(shown)} decisions", indent=2, style="faint"),
-        ),
-    )
-
-
-def _settings_table(settings: list[Setting]) -> Table:
-    return Table(rows=tuple(settings), widths=(_LABEL_WIDTH,), gap=1)
-
-
-def _decision_lines(decisions: Iterable[Decision], asked: Settings) -> Iterator[Block]:
-    shown, defaults = shown_and_defaults(decisions)
-    overruled = [one for one in shown if _overrules(one, asked)]
-    for title, group in (
-        ("changed from what was written:", overruled),
-        ("chosen automatically:", [one for one in shown if one not in overruled]),
-    ):
-        if group:
-            yield Line(title, style="title")
-        for one in group:
-            yield Line(str(one), indent=2, mark=f"[{one.severity}]", style=one.severity)
-    if defaults:
-        yield Line(
-            f"and {counted(len(defaults), 'setting')} with the defaults of DeepSpeed 0.19.8, "
-            "set explicitly because defaults change; --json lists them",
-            style="faint",
-        )
-
-
-def _overrules(one: Decision, asked: Settings) -> bool:
-    """Whether the decision changes a value that the user wrote, or is a warning."""
-    if one.severity != "note" or one.written is not None or one in asked.decisions:
-        return True
-    if one.before is None or one.before == AUTO:
-        return False
-    return value_at(asked.to_dict(), one.key) is not UNSET
-
-
-def _finding_lines(findings: Iterable[Decision], *, title: str = "findings:") -> Iterator[Line]:
-    every = tuple(findings)
-    if every and title:
-        yield Line(title, style="title")
-    for one in every:
-        text = f"{one.rule}: {one.as_error()}"
-        yield Line(text, indent=2, mark=f"[{one.severity}]", style=one.severity)
-
-
-_DECISION: Final = ("severity", "key", "before", "after", "why")
-
-
-_FINDING: Final = ("severity", "rule", "key", "value", "reason", "fix")
-
-
-def _record_data(records: Iterable[Decision], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the named attributes of each record as plain data."""
-    values = [{name: getattr(one, name) for name in names} for one in records]
-    return [
-        {
-            "reason" if name == "why" else name: None if value is UNSET else plain_value(value)
-            for name, value in one.items()
-        }
-        for one in values
-    ]
-
-
-def shown_and_defaults(decisions: Iterable[Decision]) -> tuple[list[Decision], list[Decision]]:
-    """Split ``decisions`` into those to show (warnings first) and DeepSpeed's defaults."""
-    every = [decision for decision in decisions if decision.is_shown]
-    shown = [decision for decision in every if not decision.is_default]
-    defaults = [decision for decision in every if decision.is_default]
-    return worst_first(shown), defaults
-
-
-def _asked_rows(plan: Settings) -> list[Setting]:
-    """Return the requested settings as pairs of a label and a value in words."""
-    return [
-        ("ZeRO stage", f"{plan.stage}: {_PARTITIONED[plan.stage]}"),
-        ("optimizer state", _WHERE[plan.offload_optimizer_device]),
-        ("parameters", _WHERE[plan.offload_param_device if plan.stage == 3 else "none"]),
-        ("precision", plan.precision),
-        ("batch", _asked_batch(plan)),
-        ("clipping", _shown(plan.gradient_clipping, "1.0, DeepSpeed's default")),
-        ("optimizer", _asked(plan.optimizer, "AdamW, zerotune's default")),
-        ("scheduler", _asked(plan.scheduler, "none; the learning rate is constant")),
-    ]
-
-
-def _resolved_rows(resolved: Resolved) -> list[Setting]:
-    """Return the resolved settings as pairs of a label and a value in words."""
-    stage = resolved.stage
-    batch = (
-        f"{resolved.train_batch_size} = micro {resolved.micro_batch_size} x accumulation"
-        f" {resolved.gradient_accumulation_steps} x world size {resolved.world_size}"
-    )
-    choice, schedule, update = resolved.optimizer, resolved.scheduler, resolved.update
-    scheduler = "none; the learning rate is constant"
-    if schedule is not None:
-        scheduler = _call(schedule.name, schedule.params)
-    rows = [
-        ("engine", f"{_engine(resolved)}, {_ranks(resolved.world_size)}"),
-        ("ZeRO stage", f"{stage}: {_PARTITIONED[stage]}"),
-        (
-            "optimizer state",
-            _WHERE[resolved.offload_optimizer] + _swap_folder(resolved, "optimizer"),
-        ),
-        ("parameters", _weights_at(resolved)),
-        *((("update", f"on the device, {_MASTERS[update.masters]}"),) if update else ()),
-        ("precision", resolved.precision),
-        ("batch", batch),
-        ("clipping", str(resolved.gradient_clipping or "off")),
-        ("optimizer", f"{_call(choice.name, choice.params)} run by {choice.implementation}"),
-        ("scheduler", scheduler),
-    ]
-    if resolved.model is not None:
-        model = resolved.model
-        numbers = (
-            f"{model.numel:,} elements in {len(model.parameters)} parameters,"
-            f" {model.trainable_numel:,} trainable"
-        )
-        rows.append(("model", f"{model.name}: {numbers}"))
-    return rows
-
-
-def _engine(resolved: Resolved) -> str:
-    if not resolved.uses_deepspeed:
-        name = "host engine, fp32 weights" if resolved.is_hosted else "plain engine"
-        return f"{name} (DeepSpeed is off)"
-    if resolved.waits_for_proof:
-        return "host engine, once zerotune doctor --prove has passed on the device"
-    return "host engine" if resolved.is_hosted else "DeepSpeed"
-
-
 _MASTERS: Final[Mapping[MastersName, str]] = {
     "fp32": "with fp32 master weights",
     "split": "with split master weights",
@@ -243,39 +40,7 @@ _MASTERS: Final[Mapping[MastersName, str]] = {
 }
 
 
-def _weights_at(resolved: Resolved) -> str:
-    streaming = resolved.streaming
-    if streaming is None:
-        return _WHERE[resolved.offload_param] + _swap_folder(resolved, "param")
-    room = (
-        f"{streaming.window} units" if streaming.memory is None else format_size(streaming.memory)
-    )
-    return f"streamed from host memory, with room for {room} on the device"
-
-
-def describe_plan(plan: Settings) -> str:
-    """Summarise the requested settings in one line."""
-    optimizer = "" if plan.optimizer is None else f", {_shown(plan.optimizer.type)}"
-    return (
-        f"ZeRO-{plan.stage}, optimizer {_WHERE[plan.offload_optimizer_device]}, {plan.precision},"
-        f" {_asked_batch(plan)}{optimizer}, from {plan.source}"
-    )
-
-
-def describe(resolved: Resolved) -> str:
-    """Describe the plan ``resolved`` in one line."""
-    parts = [f"ZeRO-{resolved.stage}" if resolved.stage else "no partitioning"]
-    if not resolved.uses_deepspeed:
-        parts = ["host engine" if resolved.is_hosted else "plain engine"]
-    if resolved.streaming is not None:
-        parts = ["weights streamed"]
-    if resolved.offload_optimizer != "none":
-        parts.append(f"optimizer {_WHERE[resolved.offload_optimizer]}")
-    if resolved.offload_param != "none" and resolved.streaming is None:
-        parts.append(f"parameters {_WHERE[resolved.offload_param]}")
-    if resolved.update is not None:
-        parts.append("updated on the device")
-    return ", ".join([*parts, resolved.precision, _ranks(resolved.world_size)])
+# -- Data.
 
 
 def plan_data(
@@ -294,11 +59,11 @@ def plan_data(
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "gradient_clipping": plan.gradient_clipping,
         **{
-            name: section and _as_data(section.type, section.params)
+            name: section and {"name": section.type, "params": plain_value(section.params or {})}
             for name, section in (("optimizer", plan.optimizer), ("scheduler", plan.scheduler))
         },
-        "decisions": _record_data(plan.decisions, _DECISION),
-        "findings": _record_data(findings, _FINDING),
+        "decisions": _decisions_data(plan.decisions, plan),
+        "findings": [_finding_data(one) for one in findings],
     }
 
 
@@ -309,58 +74,246 @@ _RESOLVED: Final = (
 )
 
 
-def resolved_data(resolved: Resolved) -> dict[str, Any]:
-    """Return the resolved settings as a JSON-serialisable dict."""
-    choice, schedule = resolved.optimizer, resolved.scheduler
+def resolved_data(
+    resolved: Resolved, decisions: Iterable[Decision] | None = None
+) -> dict[str, Any]:
+    """Return the resolved settings as a JSON-serialisable dict.
+
+    Args:
+        resolved: The plan.
+        decisions: Decisions to list; by default those of the plan.
+    """
+    choice, schedule, model = resolved.optimizer, resolved.scheduler, resolved.model
+    streaming, update = resolved.streaming, resolved.update
+    decisions = resolved.decisions if decisions is None else decisions
     return {
+        "source": resolved.requested.source,
+        "title": describe(resolved),
+        "engine": _engine(resolved),
         **{name: getattr(resolved, name) for name in _RESOLVED},
-        "optimizer": _as_data(choice.name, choice.params),
-        "scheduler": schedule and _as_data(schedule.name, schedule.params),
-        "decisions": _record_data(resolved.decisions, _DECISION),
+        "streamed": streaming and {"window": streaming.window, "memory": streaming.memory},
+        "masters": update and update.masters,
+        "optimizer": {
+            "name": choice.name,
+            "params": plain_value(choice.params),
+            "implementation": choice.implementation,
+        },
+        "scheduler": schedule and {"name": schedule.name, "params": plain_value(schedule.params)},
+        "model": model
+        and {
+            "name": model.name,
+            "elements": model.numel,
+            "trainable_elements": model.trainable_numel,
+            "parameters": len(model.parameters),
+        },
+        "decisions": _decisions_data(decisions, resolved.requested),
     }
 
 
-def _asked_batch(plan: Settings) -> str:
-    micro = _shown(plan.train_micro_batch_size_per_gpu, "?")
-    accumulation = _shown(plan.gradient_accumulation_steps, "?")
-    product = f"micro {micro} x accumulation {accumulation} x world size"
-    return product if plan.train_batch_size is None else f"{plan.train_batch_size} = {product}"
+def _engine(resolved: Resolved) -> str:
+    if not resolved.uses_deepspeed:
+        name = "host engine, fp32 weights" if resolved.is_hosted else "plain engine"
+        return f"{name} (DeepSpeed is off)"
+    if resolved.waits_for_proof:
+        return "host engine, once zerotune doctor --prove has passed on the device"
+    return "host engine" if resolved.is_hosted else "DeepSpeed"
 
 
-def _shown(value: Any, absent: str = "unset") -> str:
+def describe(resolved: Resolved) -> str:
+    """Describe the plan ``resolved`` in one line."""
+    parts = [f"ZeRO-{resolved.stage}" if resolved.stage else "no partitioning"]
+    if not resolved.uses_deepspeed:
+        parts = ["host engine" if resolved.is_hosted else "plain engine"]
+    if resolved.streaming is not None:
+        parts = ["weights streamed"]
+    if resolved.offload_optimizer != "none":
+        parts.append(f"optimizer {_WHERE[resolved.offload_optimizer]}")
+    if resolved.offload_param != "none" and resolved.streaming is None:
+        parts.append(f"parameters {_WHERE[resolved.offload_param]}")
+    if resolved.update is not None:
+        parts.append("updated on the device")
+    return ", ".join([*parts, resolved.precision, _ranks(resolved.world_size)])
+
+
+def _decisions_data(decisions: Iterable[Decision], asked: Settings) -> list[dict[str, Any]]:
+    return [
+        {
+            "severity": one.severity,
+            "key": one.key,
+            "before": _plain(one.before),
+            "after": _plain(one.after),
+            "reason": one.why,
+            "kind": _kind_of(one, asked),
+            "text": str(one),
+        }
+        for one in decisions
+    ]
+
+
+def _kind_of(one: Decision, asked: Settings) -> str:
+    """Return whether a decision changes what the user wrote, chooses, or changes nothing."""
+    if not one.is_shown:
+        return "kept"
+    if one.is_default:
+        return "default"
+    if one.severity != "note" or one.written is not None or one in asked.decisions:
+        return "changed"
+    if one.before is None or one.before == AUTO:
+        return "chosen"
+    return "chosen" if value_at(asked.to_dict(), one.key) is UNSET else "changed"
+
+
+def _finding_data(one: Decision) -> dict[str, Any]:
+    names = ("severity", "rule", "key", "value", "reason", "fix")
+    data = {name: _plain(getattr(one, name)) for name in names}
+    return {**data, "text": f"{one.rule}: {one.as_error()}"}
+
+
+def _plain(value: Any) -> Any:
+    return None if value is UNSET else plain_value(value)
+
+
+def shown_and_defaults(decisions: Iterable[Decision]) -> tuple[list[Decision], list[Decision]]:
+    """Split ``decisions`` into those to show (warnings first) and DeepSpeed's defaults."""
+    every = [decision for decision in decisions if decision.is_shown]
+    shown = [decision for decision in every if not decision.is_default]
+    defaults = [decision for decision in every if decision.is_default]
+    return worst_first(shown), defaults
+
+
+# -- Reports of the data.
+
+
+def plan_page(data: Data) -> Page:
+    """Return a report of ``plan_data``: errors, settings, changes made on reading, findings."""
+    errors = [one for one in data["findings"] if one["severity"] == "error"]
+    others = [one for one in data["findings"] if one["severity"] != "error"]
+    title = f"Plan from {data['source']}"
+    return Page(
+        title=f"{title}: cannot run, {counted(len(errors), 'error')}" if errors else title,
+        blocks=(
+            *_lines("", errors),
+            _settings_table(data),
+            *_decision_lines(data),
+            *_lines("findings:", others),
+        ),
+    )
+
+
+def resolved_page(data: Data) -> Page:
+    """Return a report of ``resolved_data``: settings, and all decisions with reasons."""
+    title = f"Resolved plan from {data['source']}"
+    return Page(title=title, blocks=(_settings_table(data), *_decision_lines(data)))
+
+
+def running_page(data: Data) -> Page:
+    """Return a short report of ``resolved_data`` for a running plan: settings and warnings."""
+    shown = [one for one in data["decisions"] if one["kind"] in ("changed", "chosen")]
+    warnings = [one for one in shown if one["severity"] == "warning"]
+    return Page(
+        title=f"Training: {data['title']}",
+        blocks=(
+            _settings_table(data),
+            *_lines("changed from what was written:", warnings),
+            Line(f"explain() lists all {len(shown)} decisions", indent=2, style="faint"),
+        ),
+    )
+
+
+def _settings_table(data: Data) -> Table:
+    stage, train = data["stage"], data["train_batch_size"]
+    micro, steps = data["micro_batch_size"], data["gradient_accumulation_steps"]
+    batch = (
+        f"micro {_shown(micro, '?')} x accumulation {_shown(steps, '?')} x world size"
+        f" {data.get('world_size', '')}"
+    )
+    clipping = _shown(data["gradient_clipping"], "1.0, DeepSpeed's default")
+    rows = {
+        "engine": data.get("engine") and f"{data['engine']}, {_ranks(data['world_size'])}",
+        "ZeRO stage": f"{stage}: {_PARTITIONED[stage]}",
+        "optimizer state": _place(data, "optimizer"),
+        "parameters": _place(data, "param"),
+        "update": data.get("masters") and f"on the device, {_MASTERS[data['masters']]}",
+        "precision": data["precision"],
+        "batch": (batch if train is None else f"{train} = {batch}").rstrip(),
+        "clipping": clipping if data["gradient_clipping"] != 0 else "off",
+        "optimizer": _call(data["optimizer"], "AdamW, zerotune's default"),
+        "scheduler": _call(data["scheduler"], "none; the learning rate is constant"),
+        "model": data.get("model") and _model(data["model"]),
+    }
+    shown = tuple((label, value) for label, value in rows.items() if value)
+    return Table(rows=shown, widths=(_LABEL_WIDTH,), gap=1)
+
+
+def _place(data: Data, part: str) -> str:
+    """Say where the parameters or the optimizer's states are."""
+    if part == "param" and data.get("streamed"):
+        window, memory = data["streamed"]["window"], data["streamed"]["memory"]
+        room = f"{window} units" if memory is None else format_size(memory)
+        return f"streamed from host memory, with room for {room} on the device"
+    if part == "param" and data["stage"] != 3:
+        return _WHERE["none"]
+    where, folders = _WHERE[data[f"offload_{part}"]], data.get("nvme_paths", {})
+    return f"{where} under {folders[part] or 'a leased folder'}" if part in folders else where
+
+
+def _call(choice: Data | None, absent: str) -> str:
+    if choice is None:
+        return absent
+    arguments = ", ".join(f"{key}={value}" for key, value in choice["params"].items())
+    runs = f" run by {choice['implementation']}" if "implementation" in choice else ""
+    return f"{_shown(choice['name'], 'unset')}({arguments}){runs}"
+
+
+def _model(model: Data) -> str:
+    return (
+        f"{model['name']}: {model['elements']:,} elements in {model['parameters']} parameters,"
+        f" {model['trainable_elements']:,} trainable"
+    )
+
+
+def _decision_lines(data: Data) -> Iterator[Block]:
+    kinds = {"changed": "changed from what was written:", "chosen": "chosen automatically:"}
+    for kind, title in kinds.items():
+        yield from _lines(title, [one for one in data["decisions"] if one["kind"] == kind])
+    defaults = sum(one["kind"] == "default" for one in data["decisions"])
+    if defaults:
+        yield Line(
+            f"and {counted(defaults, 'setting')} with the defaults of DeepSpeed 0.19.8, "
+            "set explicitly because defaults change; --json lists them",
+            style="faint",
+        )
+
+
+def _lines(title: str, records: list[dict[str, Any]]) -> Iterator[Line]:
+    """Yield a title and the records' texts, worst first; nothing if there are none."""
+    if records and title:
+        yield Line(title, style="title")
+    for one in sorted(records, key=lambda one: SEVERITIES.index(one["severity"])):
+        yield Line(one["text"], indent=2, mark=f"[{one['severity']}]", style=one["severity"])
+
+
+def _shown(value: Any, absent: str) -> str:
     return absent if value is None else str(value)
 
 
-def _call(name: Any, params: Mapping[str, Any] | None) -> str:
-    arguments = ", ".join(f"{key}={value}" for key, value in (params or {}).items())
-    return f"{_shown(name)}({arguments})"
-
-
-def _asked(section: Any, absent: str = "unset") -> str:
-    return absent if section is None else _call(section.type, section.params)
-
-
 def _ranks(world_size: int) -> str:
-    return "1 process" if world_size == 1 else f"{world_size} processes"
+    return counted(world_size, "process", "processes")
 
 
-def _swap_folder(resolved: Resolved, part: str) -> str:
-    if part not in resolved.nvme_paths:
-        return ""
-    return f" under {resolved.nvme_paths[part] or 'a leased folder'}"
+# -- One-line summaries, and reports by class.
 
 
-def _as_data(name: Any, params: Mapping[str, Any] | None) -> dict[str, Any]:
-    return {"name": name, "params": plain_value(params or {})}
+def describe_plan(plan: Settings) -> str:
+    """Summarise the requested settings in one line."""
+    optimizer = "" if plan.optimizer is None else f", {_shown(plan.optimizer.type, 'unset')}"
+    return (
+        f"ZeRO-{plan.stage}, optimizer {_WHERE[plan.offload_optimizer_device]}, {plan.precision}"
+        f"{optimizer}, from {plan.source}"
+    )
 
 
 brief_of.register(Settings, describe_plan)
-
-
 brief_of.register(Resolved, lambda one: f"{describe(one)}; {len(one.decisions)} decisions")
-
-
-page_of.register(Settings, plan_page)
-
-
-page_of.register(Resolved, resolved_page)
+page_of.register(Settings, lambda plan: plan_page(plan_data(plan)))
+page_of.register(Resolved, lambda resolved: resolved_page(resolved_data(resolved)))
