@@ -8,7 +8,6 @@ must be raised before training deviates.
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 import traceback
@@ -28,7 +27,6 @@ from tests.backend.acts import (
     ACTS,
     BACKWARD,
     FORWARD,
-    LONG_ACTS,
     PENDING,
     STEP,
     Act,
@@ -42,7 +40,6 @@ from zerotune.errors import ZeroTuneError
 
 State = dict[str, np.ndarray[Any, Any]]
 OURS = str(Path(zerotune.__file__).parent)
-EVERY = {**ACTS, **LONG_ACTS}
 AFTER = 20
 """Steps after the last time the act is done."""
 TIMEOUT_S = 120.0
@@ -179,7 +176,7 @@ def slowed(near: Callable[[], float]) -> Iterator[Counter[str]]:
 
 def play(name: str, kind: Kind, mode: Mode, after: int = AFTER) -> Played:
     """Train and do the act at its steps. Call in a process of its own."""
-    act = EVERY[name]
+    act = ACTS[name]
     context = Context(kind, mode)
     states: list[State] = []
     error: BaseException | None = None
@@ -220,9 +217,7 @@ def play(name: str, kind: Kind, mode: Mode, after: int = AFTER) -> Played:
 
 def nap_of(act: Act, step: int) -> float:
     """Return how many seconds each part of this step sleeps in the thread."""
-    if step not in act.at:
-        return NAP_S / 30
-    return NAP_S if len(act.at) < AFTER else NAP_S * random.random() ** 4
+    return NAP_S if step in act.at else NAP_S / 30
 
 
 def one_step(act: Act, context: Context) -> None:
@@ -427,5 +422,5 @@ def verdict(name: str, mode: Mode, mine: Played, theirs: Played) -> str:
     """Judge a run without the weights that the oracle treats otherwise on purpose."""
     if name == "nothing" and not mine.hidden:
         return "FAIL nothing was hidden"
-    leaves = EVERY[name].leaves
+    leaves = ACTS[name].leaves
     return judge(without(mine, leaves), without(theirs, leaves), ema=mode.ema)

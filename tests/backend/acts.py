@@ -9,13 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
-import pickle
-import random
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -77,8 +73,7 @@ class Net(torch.nn.Module):
         self.scale = torch.nn.Parameter(torch.ones(side))
         self.out = torch.nn.Conv2d(side, side, 3, padding=1)
         self.register_buffer("shift", torch.zeros(side))
-        self.checkpointing: bool | None = None
-        """Use reentrant autograd if ``True``; no checkpointing if ``None``."""
+        self.checkpointing = False
         self.leaves_out = False
         """Whether ``twin`` is left out."""
 
@@ -88,10 +83,10 @@ class Net(torch.nn.Module):
 
     def forward(self, x_bchw: torch.Tensor) -> torch.Tensor:
         x = F.silu(self.norm(self.conv(x_bchw))).permute(0, 2, 3, 1)
-        if self.checkpointing is None:
-            x = self.inner(x)
+        if self.checkpointing:
+            x = torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
         else:
-            x = torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=self.checkpointing)
+            x = self.inner(x)
         x = F.dropout(x * self.scale + self.shift.to(x.dtype), 0.1, self.training)
         return self.out(x.permute(0, 3, 1, 2))
 
@@ -146,10 +141,6 @@ def act(
     return enter
 
 
-def trained(model: Any) -> list[torch.nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]
-
-
 @act("nothing")
 def _(engine, model, context): ...
 
@@ -162,27 +153,11 @@ def _(engine, model, context):
     model.to(torch.float64).to(engine.dtype)
 
 
-@act("to another dtype and back, twice", moments=(PENDING, STEP))
-def _(engine, model, context):
-    model.to(torch.float16)
-    model.to(engine.dtype)
-
-
 @act("cpu and back")
 def _(engine, model, context):
     # On a device the weights come back in new storage; ``_apply`` with clones imitates that.
     model.cpu()
     model._apply(lambda tensor: tensor.clone())
-
-
-@act("half, then bfloat16", at=(2,))
-def _(engine, model, context):
-    model.half().bfloat16().to(engine.dtype)
-
-
-@act("one layer to another dtype and back")
-def _(engine, model, context):
-    model.mix.double().to(engine.dtype)
 
 
 @act("data = data.clone()")
@@ -201,11 +176,6 @@ def _(engine, model, context):
     vector_to_parameters(parameters_to_vector(model.parameters()), model.parameters())
 
 
-@act("parameters_to_vector")
-def _(engine, model, context):
-    context.look(parameters_to_vector(trained(model)))
-
-
 @act("channels_last")
 def _(engine, model, context):
     model.to(memory_format=torch.channels_last)
@@ -216,11 +186,6 @@ def _(engine, model, context):
     before=lambda model, _: model.to(memory_format=torch.channels_last),
 )
 def _(engine, model, context): ...
-
-
-@act("share_memory", at=(2,))
-def _(engine, model, context):
-    model.share_memory()
 
 
 @act("torch.swap_tensors by to()", at=(2,))
@@ -240,31 +205,12 @@ def _(engine, model, context):
     model.later.requires_grad_(True)
 
 
-@act("requires_grad_ twice")
-def _(engine, model, context):
-    model.mix.requires_grad_(False).requires_grad_(True)
-
-
 # -- Replacing parameters.
 
 
 @act("tie two weights", at=(3,), leaves=("twin.weight",))
 def _(engine, model, context):
     model.twin.weight = model.mix.weight
-
-
-def _tie(model: Any, _context: Any) -> None:
-    model.twin.weight = model.mix.weight
-
-
-@act("untie two weights", at=(3,), before=_tie)
-def _(engine, model, context):
-    model.twin.weight = torch.nn.Parameter(model.mix.weight.detach().clone())
-
-
-@act("tied from the start", before=_tie)
-def _(engine, model, context):
-    context.look(model.twin.weight is model.mix.weight)
 
 
 @act("replace a layer", at=(3,))
@@ -278,20 +224,6 @@ def _(engine, model, context):
     model.scale = torch.nn.Parameter(torch.full((Net.CHANNELS,), 0.7).to(engine.dtype))
 
 
-@act("delete a layer's weight and put it back", at=(3,))
-def _(engine, model, context):
-    weight = model.mix.weight
-    del model.mix.weight
-    model.mix.weight = weight
-
-
-@act("register_parameter", at=(3,))
-def _(engine, model, context):
-    more = torch.nn.Parameter(torch.zeros(Net.CHANNELS).to(engine.dtype))
-    model.register_parameter("more", more)
-    context.predict = lambda engine, x: engine(x) + more[:, None, None]
-
-
 @act("add a linear adapter", at=(3,))
 def _(engine, model, context):
     torch.manual_seed(5)
@@ -303,20 +235,6 @@ def _(engine, model, context):
     context.resources.callback(handle.remove)
 
 
-@act("add adapters with peft", at=(3,))
-def _(engine, model, context):
-    from peft import LoraConfig, inject_adapter_in_model
-
-    torch.manual_seed(5)
-    inject_adapter_in_model(LoraConfig(r=2, target_modules=["mix"]), model)
-
-
-# torch refuses to replace a streamed weight by another Parameter, and the run continues.
-@act("parametrize with weight_norm", at=(3,), kinds=HOST)
-def _(engine, model, context):
-    torch.nn.utils.parametrizations.weight_norm(model.mix)
-
-
 def _normed(model: Any, _context: Any) -> None:
     torch.nn.utils.parametrizations.weight_norm(model.mix)
 
@@ -324,14 +242,6 @@ def _normed(model: Any, _context: Any) -> None:
 @act("weight_norm from the start", before=_normed)
 def _(engine, model, context):
     context.look(model.mix.weight)
-
-
-def _empty(model: Any, _context: Any) -> None:
-    model.empty = torch.nn.Parameter(torch.empty(0))
-
-
-@act("a parameter without elements", before=_empty)
-def _(engine, model, context): ...
 
 
 # -- Writing weights.
@@ -361,31 +271,10 @@ def _(engine, model, context):
             parameter.copy_(kept[name])
 
 
-@act("swap in an average of one's own with data", at=(2, 3, 5, 7))
-def _(engine, model, context):
-    mine = averaged(context, model)
-    kept = {name: p.data for name, p in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        parameter.data = mine[name].clone()
-    with torch.no_grad():
-        context.look(model(context.batch(99)))
-    for name, parameter in model.named_parameters():
-        parameter.data = kept[name]
-
-
 @act("swap in the average", needs_ema=True)
 def _(engine, model, context):
     with context.ema.swapped_in(), engine.evaluating():
         context.look(engine(context.batch(99)), averaged=True)
-
-
-@act("swap by load_state_dict")
-def _(engine, model, context):
-    kept = copy.deepcopy(model.state_dict())
-    model.load_state_dict({name: value * 0.9 for name, value in kept.items()})
-    with torch.no_grad():
-        context.look(model(context.batch(99)))
-    model.load_state_dict(kept)
 
 
 @act("load_state_dict with assign", at=(3,))
@@ -406,35 +295,11 @@ def _(engine, model, context):
         model.mix.weight.mul_(0.5)
 
 
-@act("data.clamp_")
-def _(engine, model, context):
-    for parameter in trained(model):
-        parameter.data.clamp_(-0.05, 0.05)
-
-
-@act("torch.nn.init of a layer")
-def _(engine, model, context):
-    torch.manual_seed(3)
-    torch.nn.init.normal_(model.mix.weight, std=0.02)
-
-
 @act("functional_call with other weights")
 def _(engine, model, context):
     with torch.no_grad():
         other = {name: p.detach() * 0.5 for name, p in model.named_parameters()}
         context.look(torch.func.functional_call(model, other, (context.batch(99),)))
-
-
-@act("torch.func.grad")
-def _(engine, model, context):
-    def loss(weights):
-        return torch.func.functional_call(model, weights, (context.batch(99),)).square().mean()
-
-    model.eval()
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    for value in torch.func.grad(loss)(weights).values():
-        context.look(value)
-    model.train()
 
 
 # -- Gradients.
@@ -445,39 +310,9 @@ def _(engine, model, context):
     context.look(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
 
 
-@act("read gradients", moments=(BACKWARD, STEP))
-def _(engine, model, context):
-    for name, parameter in model.named_parameters():
-        gradient = parameter.grad
-        context.look((name, None if gradient is None else float(gradient.float().norm())))
-
-
-@act("scale gradients by hand", moments=(BACKWARD,))
-def _(engine, model, context):
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.mul_(0.5)
-
-
-@act("zero_grad by hand before the step", moments=(BACKWARD,))
-def _(engine, model, context):
-    model.zero_grad()
-
-
 @act("zero_grad by hand")
 def _(engine, model, context):
     model.zero_grad()
-
-
-@act("zero_grad(set_to_none=False)")
-def _(engine, model, context):
-    model.zero_grad(set_to_none=False)
-
-
-@act("grad = None before the step", moments=(BACKWARD,))
-def _(engine, model, context):
-    for parameter in model.parameters():
-        parameter.grad = None
 
 
 @act("edit the masters")
@@ -504,15 +339,6 @@ def _(engine, model, context):
         context.look(value)
 
 
-@act("deepcopy of a layer, trained beside")
-def _(engine, model, context):
-    other = copy.deepcopy(model.mix).float()
-    sgd = torch.optim.SGD(other.parameters(), lr=0.1)
-    other(torch.ones(3, Net.CHANNELS)).square().mean().backward()
-    sgd.step()
-    context.look(other.weight)
-
-
 # Partitioned models refuse state_dict().
 @act("state_dict out")
 def _(engine, model, context):
@@ -529,62 +355,12 @@ def _(engine, model, context):
         context.look(value)
 
 
-@act("torch.save and torch.load")
+@act("read through a view made before the step", moments=(BACKWARD, STEP))
 def _(engine, model, context):
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    for value in torch.load(file, weights_only=True).values():
-        context.look(value)
-
-
-@act("pickle a layer")
-def _(engine, model, context):
-    other = pickle.loads(pickle.dumps(model.later)), pickle.loads(pickle.dumps(model.state_dict()))
-    for value in (*other[0].state_dict().values(), *other[1].values()):
-        context.look(value)
-
-
-@act("pickle the model")
-def _(engine, model, context):
-    for value in pickle.loads(pickle.dumps(model)).state_dict().values():
-        context.look(value)
-
-
-@act("iterate buffers and parameters")
-def _(engine, model, context):
-    for name, value in [*model.named_buffers(), *model.named_parameters()]:
-        context.look((name, str(value.dtype), value.requires_grad, value.is_leaf))
-        context.look(value)
-    context.look(sum(p.numel() for p in model.parameters()))
-
-
-VIEWS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "detach": lambda w: w.detach(),
-    "view(-1)": lambda w: w.view(-1),
-    "data": lambda w: w.data,
-    "T": lambda w: w.T,
-    "numpy": lambda w: w.detach().view(torch.uint8).numpy(),
-}
-
-
-def _view(make: Callable[[torch.Tensor], Any]) -> Do:
-    def look(engine: Any, model: Any, context: Any) -> None:
-        if context.moment == BACKWARD:
-            context.kept["view"] = make(model.twin.weight)
-        else:
-            view = context.kept["view"]
-            context.look(torch.from_numpy(view) if not isinstance(view, torch.Tensor) else view)
-
-    return look
-
-
-for name, make in VIEWS.items():
-    # A differentiable view of a streamed weight is a view of a copy.
-    where = HOST if name in ("view(-1)", "T") else HOSTED
-    act(f"read through {name} made before the step", moments=(BACKWARD, STEP), kinds=where)(
-        _view(make)
-    )
+    if context.moment == BACKWARD:
+        context.kept["view"] = model.twin.weight.data
+    else:
+        context.look(context.kept["view"])
 
 
 @act("write through a view made before the step", moments=(BACKWARD, STEP))
@@ -645,12 +421,6 @@ def _(engine, model, context):
     model.mix.compile(backend=counting(context))
 
 
-@act("compile a layer's forward", at=(2,))
-def _(engine, model, context):
-    model.mix.forward = torch.compile(model.mix.forward, backend=counting(context))
-    context.predict = looking_at_graphs(context, context.predict)
-
-
 @act("compile a function that calls it", at=(2,), kinds=HOST)
 def _(engine, model, context):
     def function(x):
@@ -658,21 +428,6 @@ def _(engine, model, context):
 
     called = torch.compile(function, backend=counting(context))
     context.predict = looking_at_graphs(context, lambda _engine, x: called(x))
-
-
-@act("compile a function that uses a weight", at=(2,), kinds=HOST)
-def _(engine, model, context):
-    called = torch.compile(
-        lambda y: F.linear(y.permute(0, 2, 3, 1), model.mix.weight).permute(0, 3, 1, 2),
-        backend=counting(context),
-    )
-    context.predict = looking_at_graphs(context, lambda engine, x: called(engine(x)))
-
-
-@act("torch.jit.trace of a layer")
-def _(engine, model, context):
-    x = torch.ones(2, Net.CHANNELS).to(engine.dtype)
-    context.look(torch.jit.trace(model.mix, x, check_trace=False)(x))
 
 
 # -- Hooks.
@@ -688,12 +443,6 @@ def _(engine, model, context):
         context.resources.callback(module.register_forward_hook(look).remove)
 
 
-@act("a forward hook that reads another layer", at=(2,))
-def _(engine, model, context):
-    handle = model.conv.register_forward_pre_hook(lambda *_: context.look(model.out.weight))
-    context.resources.callback(handle.remove)
-
-
 @act("a forward hook that writes a weight", at=(2,))
 def _(engine, model, context):
     def clamp(module, _inputs):
@@ -701,14 +450,6 @@ def _(engine, model, context):
             module.weight.clamp_(-0.1, 0.1)
 
     context.resources.callback(model.twin.register_forward_pre_hook(clamp).remove)
-
-
-@act("backward hooks that read weights", at=(2,))
-def _(engine, model, context):
-    def look(module, _inputs, _outputs):
-        context.look([float(p.detach().float().sum()) for p in module.parameters(recurse=False)])
-
-    context.resources.callback(model.mix.register_full_backward_hook(look).remove)
 
 
 @act("gradient hooks that read weights", at=(2,))
@@ -720,15 +461,6 @@ def _(engine, model, context):
         return gradient * 0.5
 
     context.resources.callback(weight.register_hook(look).remove)
-
-
-@act("post-accumulate hooks that read weights", at=(2,))
-def _(engine, model, context):
-    def look(parameter):
-        context.look(parameter.detach())
-
-    handle = model.twin.weight.register_post_accumulate_grad_hook(look)
-    context.resources.callback(handle.remove)
 
 
 def inner_of(engine: Any) -> torch.optim.Optimizer:
@@ -755,40 +487,21 @@ def _(engine, model, context):
     context.resources.callback(after.remove)
 
 
-@act("global optimizer step hooks", at=(2,))
-def _(engine, model, context):
-    from torch.optim import optimizer
-
-    def look(*_):
-        context.look(masters(engine))
-
-    context.resources.callback(optimizer.register_optimizer_step_pre_hook(look).remove)
-    context.resources.callback(optimizer.register_optimizer_step_post_hook(look).remove)
-
-
 # -- Parameter groups and learning rates.
 
 
-CHANGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "another rate": lambda group: {"lr": group["lr"] * 0.3},
-    "other betas": lambda _: {"betas": (0.8, 0.95)},
-    "another weight decay": lambda _: {"weight_decay": 0.5},
-    "another eps": lambda _: {"eps": 1e-3},
-}
+@act("other settings")
+def _(engine, model, context):
+    groups = getattr(engine, "optimizer", None) or engine.deepspeed_engine.optimizer
+    for group in groups.param_groups:
+        group.update(lr=group["lr"] * 0.3, betas=(0.8, 0.95), weight_decay=0.5, eps=1e-3)
 
 
-def _change(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Do:
-    def in_all_groups(engine: Any, model: Any, context: Any) -> None:
-        groups = getattr(engine, "optimizer", None) or engine.deepspeed_engine.optimizer
-        for group in groups.param_groups:
-            group.update(change(group))
-
-    return in_all_groups
-
-
-for name, change in CHANGES.items():
-    act(name)(_change(change))
-act("another rate before the step", moments=(BACKWARD,))(_change(CHANGES["another rate"]))
+@act("another rate before the step", moments=(BACKWARD,))
+def _(engine, model, context):
+    groups = getattr(engine, "optimizer", None) or engine.deepspeed_engine.optimizer
+    for group in groups.param_groups:
+        group["lr"] *= 0.3
 
 
 @act("a new schedule", at=(3,))
@@ -799,15 +512,6 @@ def _(engine, model, context):
     schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 0.9**step)
     handle = inner.register_step_post_hook(lambda *_: schedule.step())
     context.resources.callback(handle.remove)
-
-
-@act("a schedule of one's own, called beside", at=tuple(range(2, 8)))
-def _(engine, model, context):
-    if not context.times:
-        context.kept["schedule"] = torch.optim.lr_scheduler.StepLR(
-            inner_of(engine), step_size=2, gamma=0.5
-        )
-    context.kept["schedule"].step()
 
 
 @act("engine state out and in")
@@ -844,23 +548,6 @@ def _(engine, model, context):
     handle.remove()
 
 
-@act("an exception in an optimizer hook", moments=(BACKWARD,))
-def _(engine, model, context):
-    handle = inner_of(engine).register_step_pre_hook(once(context, Oops("hook")))
-    context.resources.callback(handle.remove)
-
-
-@act("an exception in the data")
-def _(engine, model, context):
-    original, fail = context.predict, once(context, Oops("data"))
-    context.predict = lambda engine, x: (fail(), original(engine, x))[1]
-
-
-@act("an exception between forward and backward")
-def _(engine, model, context):
-    engine(context.batch(98))  # Its loss is never used.
-
-
 def interrupted(seconds: float, do: Callable[[], Any]) -> None:
     """Run ``do`` and raise KeyboardInterrupt after that time, wherever the interpreter is."""
 
@@ -889,17 +576,6 @@ def _(engine, model, context):
     interrupted(0.003 + 0.003 * context.times, lambda: [p.sum() for p in model.parameters()])
 
 
-# Stage 3 itself does not survive an interrupt while it gathers weights.
-@act("KeyboardInterrupt in a forward without gradients", at=(2, 3, 5, 7))
-def _(engine, model, context):
-    def forward():
-        with torch.no_grad():
-            for _ in range(200):
-                model(context.batch(98))
-
-    interrupted(0.003 + 0.003 * context.times, forward)
-
-
 # -- Other engines, functions and threads.
 
 
@@ -923,14 +599,6 @@ def _(engine, model, context):
     train_beside(context.kept["other"], context)
     if context.times == 3:
         context.kept["other"].close()
-
-
-@act("a second engine, closed at the end", at=(2, 3))
-def _(engine, model, context):
-    if not context.times:
-        context.kept["other"] = context.another(other_model())
-        context.resources.callback(context.kept["other"].close)
-    train_beside(context.kept["other"], context)
 
 
 @act("close the engine and start another", at=(3, 6))
@@ -966,10 +634,6 @@ def _fused(model: Any, _context: Any) -> None:
     model.mix.forward = lambda x: Fused.apply(x, model.mix.weight, model.mix.bias)
 
 
-@act("a custom autograd function takes a weight", before=_fused)
-def _(engine, model, context): ...
-
-
 @act("a custom autograd function, later", at=(2,))
 def _(engine, model, context):
     _fused(model, context)
@@ -1001,22 +665,6 @@ def _(engine, model, context):
         thread.start()
 
 
-@act("a thread that validates", at=(2, 3, 5))
-def _(engine, model, context):
-    outs: list[torch.Tensor] = []
-
-    def validate():
-        with torch.no_grad():
-            outs.append(model(context.batch(97)))
-
-    model.eval()
-    thread = threading.Thread(target=validate)
-    thread.start()
-    thread.join(30)
-    model.train()
-    context.look(outs[0])
-
-
 # -- Evaluation and modes.
 
 
@@ -1026,43 +674,9 @@ def _(engine, model, context):
         context.look(engine(context.batch(99)))
 
 
-@act("evaluate under inference_mode")
-def _(engine, model, context):
-    model.eval()
-    with torch.inference_mode():
-        context.look(engine(context.batch(99)))
-    model.train()
-
-
-@act("evaluate the module itself")
-def _(engine, model, context):
-    model.eval()
-    with torch.no_grad():
-        context.look(model(context.batch(99)))
-    model.train()
-
-
-@act("evaluation mode from here on", at=(3,))
-def _(engine, model, context):
-    model.eval()
-
-
 @act("gradient checkpointing switched on and off")
 def _(engine, model, context):
-    model.checkpointing = None if context.times == 1 else False
-
-
-@act("reentrant gradient checkpointing", at=(2,))
-def _(engine, model, context):
-    model.checkpointing = True
-
-
-@act("a second forward before backward", at=(2, 3), moments=(FORWARD,))
-def _(engine, model, context):
-    def twice(engine, x):
-        return engine(x) + engine(x.flip(0)) * 0.5
-
-    context.predict = twice
+    model.checkpointing = context.times != 1
 
 
 @act("torch.autograd.grad beside", moments=(STEP,))
@@ -1072,14 +686,6 @@ def _(engine, model, context):
     for value in torch.autograd.grad(loss, [model.mix.weight, model.scale]):
         context.look(value)
     model.train()
-
-
-@act("weights in a loss of one's own", at=(2,))
-def _(engine, model, context):
-    original = context.predict
-    context.predict = lambda engine, x: (
-        original(engine, x) + sum(p.square().mean() for p in trained(model))
-    )
 
 
 @act("discard a step", moments=(BACKWARD,), at=(2, 3))
@@ -1097,62 +703,3 @@ def _(engine, model, context):
     with tempfile.TemporaryDirectory() as folder:
         save_checkpoint(f"{folder}/here", engine=engine, shadows=shadows)
         load_checkpoint(f"{folder}/here", engine=engine, shadows=shadows)
-
-
-# -- All acts in one run.
-
-REVERSIBLE: Final = (
-    "to another dtype and back",
-    "cpu and back",
-    "data = data.clone()",
-    "vector_to_parameters",
-    "swap in an average of one's own with copy_",
-    "swap in the average",
-    "edit the masters",
-    "zero_grad by hand",
-    "deepcopy",
-    "state_dict out",
-    "another rate before the step",
-    "an exception in forward",
-    "an exception in forward, without a word to the engine",
-    "an exception in an optimizer hook",
-    "discard a step",
-    "evaluate under no_grad",
-    "evaluate the module itself",
-    "gradient checkpointing switched on and off",
-    "a custom autograd function, later",
-)
-"""Acts that can be repeated in any order."""
-LONG: Final = 200
-"""Steps of a run in which all of these are done."""
-NEW_ENGINES: Final = (70, 140)
-"""Steps after which the engine is closed and a new one continues."""
-
-
-def everything(engine: Any, model: Any, context: Any) -> None:
-    """Do a random act at each step while threads read the weights."""
-    chance = random.Random(f"{context.kind}/{context.step}")
-    done = context.kept.setdefault("done", Counter())
-    name = chance.choice(REVERSIBLE)
-    if context.step in NEW_ENGINES:
-        name = "close the engine and start another"
-    if context.step - 1 in (0, *NEW_ENGINES):
-        name = "threads that read weights"
-    chosen = ACTS[name]
-    needless = chosen.needs_ema and context.ema is None
-    if (
-        context.moment in chosen.moments
-        and context.kind in map(KINDS.get, chosen.kinds)
-        and not needless
-    ):
-        context.times = done[name]
-        chosen.do(engine, model, context)
-        done[name] += context.moment == chosen.moments[-1]
-
-
-LONG_ACTS: Final = {
-    "everything": Act(
-        do=everything, at=tuple(range(1, LONG)), moments=(FORWARD, BACKWARD, PENDING, STEP),
-        kinds=HOSTED, before=None, needs_ema=False,
-    )
-}  # fmt: skip

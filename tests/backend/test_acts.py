@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import random
-from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from tests.backend.act_runs import AFTER, MODES, ORACLE, Played, cell, modes_of, play, verdict
 from tests.backend.acts import ACTS, KINDS
-from tests.support.ranks import RanksFailed, run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.deepspeed
 
@@ -19,22 +17,19 @@ SEED = int(os.environ.get("ZEROTUNE_ACTS_SEED", "28"))
 TESTED = ("host", "streamed")
 """Kinds of engines that share the acts among them; DeepSpeed's is their oracle."""
 SHORT = 2
-"""Steps after the last act, where each act is done in a single configuration."""
-TOGETHER = 13
+"""Steps after the last act in the suite."""
+TOGETHER = 14
 """Number of acts done one after the other in one process."""
 
 Batch = tuple[str, tuple[tuple[str, str], ...]]
 
 
 def batches() -> list[Batch]:
-    """Pair every second act with one configuration, chosen by the seed."""
-    turn = random.Random(SEED).randrange(100)
+    """Pair every act with one kind and mode, shifted by the seed."""
     found: dict[str, list[tuple[str, str]]] = {kind: [] for kind in TESTED}
-    for index, (name, act) in list(enumerate(ACTS.items()))[turn % 2 :: 2]:
-        kinds = [kind for kind in TESTED if kind in act.kinds]
-        kind = kinds[(index // 2 + turn) % len(kinds)]
-        modes = modes_of(act)
-        found[kind].append((name, modes[(index // 4 + turn) % len(modes)]))
+    for turn, (name, act) in enumerate(ACTS.items(), SEED):
+        kinds, modes = [kind for kind in TESTED if kind in act.kinds], modes_of(act)
+        found[kinds[turn % len(kinds)]].append((name, modes[turn // 2 % len(modes)]))
     return [
         (kind, tuple(each[start : start + TOGETHER]))
         for kind, each in found.items()
@@ -53,21 +48,12 @@ def play_batch(batch: Batch) -> list[tuple[Played, Played]]:
 
 @pytest.mark.parametrize("batch", batches(), ids=lambda batch: f"{batch[0]}: {batch[1][0][0]} …")
 def test_acts_change_no_result_or_are_refused(batch):
-    kind, acts = batch
-    played: list[tuple[Played, Played]] = []
-    with suppress(RanksFailed):
-        (played,) = run_ranks(play_batch, batch)
+    (played,) = run_ranks(play_batch, batch)
     found = {
         (name, mode): verdict(name, MODES[mode], mine, theirs)
-        for (name, mode), (mine, theirs) in zip(acts, played, strict=False)
+        for (name, mode), (mine, theirs) in zip(batch[1], played, strict=True)
     }
-    for name, mode in acts:
-        if found.get((name, mode), "FAIL").startswith("FAIL"):
-            # Repeat it alone: an earlier act in the process may be to blame.
-            alone = cell(name, KINDS[kind], (mode,), SHORT)
-            found[name, mode] = alone.get("died") or alone[mode]
     assert not failed(found)
-    assert len(found) == len(acts)
 
 
 def failed(found: dict[Any, str]) -> dict[Any, str]:
@@ -80,12 +66,4 @@ def failed(found: dict[Any, str]) -> dict[Any, str]:
     [(kind, name) for name, act in ACTS.items() for kind in TESTED if kind in act.kinds],
 )
 def test_acts_change_no_result_or_are_refused_under_every_kind_of_engine(kind, name):
-    found = cell(name, KINDS[kind], modes_of(ACTS[name]), AFTER)
-    assert not failed(found)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", TESTED)
-def test_random_acts_over_200_steps_change_no_result(kind):
-    found = cell("everything", KINDS[kind], tuple(MODES), AFTER)
-    assert not failed(found)
+    assert not failed(cell(name, KINDS[kind], modes_of(ACTS[name]), AFTER))

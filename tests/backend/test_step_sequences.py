@@ -507,6 +507,23 @@ def run_kind(name: str, count: int) -> None:
         calls=st.lists(st.sampled_from([c.__name__ for c in CALLS]), min_size=5, max_size=30),
     )
     @example(accumulation=1, calls=["train", "leave_out", "train", "train"])
+    @example(
+        accumulation=1,
+        calls=[
+            "step", "forward", "forward", "backward", "forward", "backward", "evaluate", "step",
+            "step", "backward", "forward", "foreign_backward", "bad_loss", "train",
+            "forward_past_the_engine", "backward", "step", "train",
+        ],
+    )  # fmt: skip
+    @example(
+        accumulation=2,
+        calls=[
+            "train", "interrupted_forward", "interrupted_backward", "step", "forward", "backward",
+            "clear_gradients", "scale_a_gradient", "discard", "train", "failed_backward", "step",
+            "discard", "train",
+        ],
+    )  # fmt: skip
+    @example(accumulation=1, calls=["train", "forward", "backward", "backward_of_a_part", "train"])
     @example(accumulation=1, calls=["forward", "backward", "clear_gradients", "clear_gradients"])
     @example(accumulation=2, calls=["train", "train", "leave_out", "train", "leave_out", "train"])
     @example(accumulation=2, calls=["train", "freeze", "leave_out", "clear_gradients", "train"])

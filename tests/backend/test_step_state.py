@@ -28,8 +28,6 @@ pytestmark = [pytest.mark.deepspeed, ranks(1)]
 
 IN_MEMORY = ("plain", "host", "streamed")
 """Kinds of engines that can drop partial gradients."""
-SOME = ("host", "streamed", "z1", "z3")
-"""``test_step_sequences`` makes such calls in random order under every kind."""
 
 
 def start(kind: str) -> Any:
@@ -55,107 +53,33 @@ def same(one: Any, other: Any) -> bool:
     return all(map(torch.equal, masters(one), masters(other)))
 
 
-def test_each_call_out_of_order_names_the_next_legal_call_and_the_run_goes_on():
-    for kind in SOME:
-        with start(kind) as engine, start(kind) as reference:
-            with pytest.raises(StepOrderError, match=r"engine\.backward\(loss\) and then"):
-                engine.step()
-            engine.backward(loss_of(engine))
-            with pytest.raises(StepOrderError, match="add several losses"):
-                engine.backward(loss_of(engine, 1))
-            with engine.evaluating():
-                loss_of(engine, 2)
-            engine.step()
-            train(reference, 0)
-            with pytest.raises(StepOrderError, match="no backward pass"):
-                engine.step()
-            assert train(engine, 3) == train(reference, 3), kind
-            assert same(engine, reference), kind
+def test_each_call_out_of_order_names_the_next_legal_call():
+    """``test_step_sequences`` makes such calls under every kind of engine."""
 
-
-def test_a_loss_that_cannot_be_back_propagated_is_refused_and_the_run_goes_on():
-    for kind in SOME:
-        with start(kind) as engine, start(kind) as reference:
-            for loss in (1.0, loss_of(engine) * torch.ones(3), loss_of(engine).detach()):
-                with pytest.raises(EngineError, match=r"engine\.backward.*the loss"):
-                    engine.backward(loss)
-            assert train(engine, 3) == train(reference, 3), kind
-
-
-def test_a_loss_from_before_the_last_step_is_refused_and_the_run_goes_on():
-    for kind in SOME:
-        with start(kind) as engine, start(kind) as reference:
-            old = loss_of(engine, 9)
-            train(engine, 0)
-            train(reference, 0)
-            with pytest.raises(StepOrderError, match="before the last"):
-                engine.backward(old + loss_of(engine, 1))
-            assert train(engine, 1) == train(reference, 1), kind
-
-
-@pytest.mark.parametrize("kind", SOME)
-def test_another_backward_pass_is_refused(kind):
-    with start(kind) as engine, start(kind) as reference:
-        train(engine, 0)
-        train(reference, 0)
-        with pytest.raises(StepOrderError, match=r"instead of loss\.backward"):
-            loss_of(engine, 1).backward()
-        # Refused before the engine has seen any gradient.
-        assert train(engine, 1) == train(reference, 1)
-        if kind == "z3":
-            return
-        for each in (engine, reference):
-            each.backward(loss_of(each, 3))
-        with pytest.raises(StepOrderError, match=r"instead of loss\.backward"):
-            engine.module.scale.square().sum().backward()
-        if kind in ("plain", "z0"):
-            # The window's gradients were in the same place.
-            with pytest.raises(StepOrderError, match=r"engine\.discard\(\)"):
-                engine.step()
-            engine.discard()
-            reference.discard()
-        else:
-            assert engine.step().grad_norm == reference.step().grad_norm
-        assert train(engine, 4) == train(reference, 4)
-
-
-def failing(engine: Any) -> None:
-    """Raise an error in a backward pass after some gradients have been computed."""
-
-    def fail(_gradient: torch.Tensor) -> None:
+    def fail(*_: Any) -> None:
         raise MemoryError("no room")
 
-    def watch(_module: Any, _inputs: Any, out: torch.Tensor) -> None:
-        out.register_hook(fail)
-
-    hook = engine.module.norm.register_forward_hook(watch)
-    loss = loss_of(engine, 50)
-    hook.remove()
-    with pytest.raises(MemoryError):
-        engine.backward(loss)
-
-
-@pytest.mark.parametrize("kind", ["host", "z0"])
-def test_nothing_of_a_failed_backward_pass_joins_the_next_step(kind):
-    with start(kind) as engine, start(kind) as reference:
-        train(engine, 0)
-        train(reference, 0)
-        failing(engine)
+    with start("host") as engine:
+        old = loss_of(engine, 9)
+        with pytest.raises(StepOrderError, match=r"engine\.backward\(loss\) and then"):
+            engine.step()
+        with pytest.raises(EngineError, match=r"engine\.backward.*the loss"):
+            engine.backward(1.0)
+        with pytest.raises(StepOrderError, match=r"instead of loss\.backward"):
+            loss_of(engine, 1).backward()
+        engine.backward(loss_of(engine))
+        with pytest.raises(StepOrderError, match="add several losses"):
+            engine.backward(loss_of(engine, 1))
+        engine.step()
+        with pytest.raises(StepOrderError, match="before the last"):
+            engine.backward(old + loss_of(engine, 1))
+        loss = loss_of(engine, 2)
+        hook = engine.module.conv.weight.register_hook(fail)
+        with pytest.raises(MemoryError):
+            engine.backward(loss)
+        hook.remove()
         for call in (lambda: loss_of(engine), engine.step):
             with pytest.raises(StepOrderError, match=r"MemoryError: no room.*engine\.discard\(\)"):
-                call()
-        engine.discard()
-        reference.discard()
-        assert train(engine, 1) == train(reference, 1)
-        assert same(engine, reference)
-
-
-@pytest.mark.parametrize("kind", ["z2", "z3"])
-def test_deepspeed_does_not_go_on_after_a_failed_backward_pass_at_stages_2_and_3(kind):
-    with start(kind) as engine:
-        failing(engine)
-        for call in (lambda: loss_of(engine), engine.step, engine.discard):
-            with pytest.raises(StepOrderError, match="create a new engine"):
                 call()
 
 
@@ -177,31 +101,6 @@ def test_streamed_weights_come_back_for_a_second_pass_and_refuse_a_graph_of_it()
             torch.autograd.grad(loss(engine), x, create_graph=True)
 
 
-@pytest.mark.parametrize("kind", ["streamed", "z2 cpu"])
-def test_an_interrupt_inside_a_call_is_delivered_after_it(kind):
-    # A shell without job control ignores SIGINT in background jobs, and so in this process.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def interrupt(*_: Any) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-
-    with start(kind) as engine, start(kind) as reference:
-        hook = engine.module.mix.register_forward_pre_hook(interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            loss_of(engine, 0)
-        hook.remove()
-        handle = engine.module.norm.register_full_backward_hook(interrupt)
-        loss = loss_of(engine, 0)
-        handle.remove()
-        with pytest.raises(KeyboardInterrupt):
-            engine.backward(loss)
-        with pytest.raises(StepOrderError, match=r"engine\.step\(\)"):
-            engine.backward(loss_of(engine, 1))
-        engine.step()
-        train(reference, 0)
-        assert same(engine, reference)
-
-
 @pytest.mark.parametrize("kind", ["host", "streamed"])
 def test_hooks_on_accumulated_gradients_that_are_registered_late_take_effect(kind):
     def scale(parameter: Any) -> None:
@@ -217,7 +116,7 @@ def test_hooks_on_accumulated_gradients_that_are_registered_late_take_effect(kin
         assert same(engine, reference)
 
 
-@pytest.mark.parametrize("kind", SOME)
+@pytest.mark.parametrize("kind", ["streamed", "z3"])
 def test_calls_without_gradients_or_in_inference_mode_train_as_others(kind):
     with start(kind) as engine, start(kind) as reference:
         for number, mode in enumerate((torch.no_grad, torch.inference_mode, torch.enable_grad)):
@@ -226,23 +125,6 @@ def test_calls_without_gradients_or_in_inference_mode_train_as_others(kind):
                 engine.backward(loss)
                 engine.step()
             train(reference, number)
-        assert same(engine, reference), kind
-
-
-@pytest.mark.parametrize("kind", SOME)
-def test_a_loss_that_bypasses_the_engine_is_trained_or_refused_and_never_stale(kind):
-    with start(kind) as engine, start(kind) as reference:
-        past = loss_of(engine, 0, engine.module)
-        if kind == "z3":
-            with pytest.raises(StepOrderError, match="call engine"):
-                engine.backward(past)
-        else:
-            old = loss_of(engine, 1, engine.module)
-            engine.backward(past)
-            engine.step()
-            train(reference, 0)
-            with pytest.raises(StepOrderError, match="before the last"):
-                engine.backward(old)
         assert same(engine, reference), kind
 
 
@@ -309,27 +191,7 @@ def test_gradients_that_are_kept_elsewhere_are_not_clipped_or_cleared_in_vain(ki
             assert same(engine, reference)
 
 
-@pytest.mark.parametrize("kind", ["plain", "z0"])
-def test_gradients_that_are_in_place_can_be_scaled_and_cleared(kind):
-    with start(kind) as engine, start(kind) as reference:
-        for number in range(2):
-            train(engine, number)
-            train(reference, number)
-        weight = engine.module.out.weight
-        changes = (
-            lambda: setattr(weight, "grad", weight.grad * 0.5),
-            lambda: torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 1e-3),
-            engine.module.zero_grad,
-        )
-        for number, change in enumerate(changes):
-            engine.backward(loss_of(engine, number))
-            change()
-            norms = [float(p.grad.norm()) for p in engine.module.parameters() if p.grad is not None]
-            expected = torch.tensor(norms).norm().item() if norms else 0.0
-            assert engine.step().grad_norm == pytest.approx(expected, rel=0.01, abs=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["host", "z2"])
+@pytest.mark.parametrize("kind", ["z2"])
 def test_training_with_averaged_weights_is_refused(kind):
     with start(kind) as engine, start(kind) as reference:
         ema = EMAShadow(decay=0.5).attach(engine)
@@ -390,11 +252,6 @@ def test_a_step_that_was_interrupted_is_not_taken_again(kind):
         assert train(engine, 1) == train(reference, 1)
 
 
-def fill(parameter: torch.Tensor) -> None:
-    with torch.no_grad():
-        parameter.fill_(0.5)
-
-
 @pytest.mark.parametrize("kind", ["plain", "z2 cpu", "host"])
 def test_a_step_that_failed_after_weights_had_moved_cannot_be_discarded(kind):
     def fail(*_: Any) -> None:
@@ -413,13 +270,12 @@ def test_a_step_that_failed_after_weights_had_moved_cannot_be_discarded(kind):
                 call()
 
 
-@pytest.mark.parametrize("write", [fill, torch.nn.init.zeros_])
 @pytest.mark.parametrize("kind", ["z3", "split"])
-def test_weights_written_in_place_are_refused_where_their_values_cannot_tell(kind, write):
+def test_weights_written_in_place_are_refused_where_their_values_cannot_tell(kind):
     with start_split() if kind == "split" else start(kind) as engine:
         train(engine, 0)
         engine.backward(loss_of(engine, 1))
-        write(engine.module.mix.weight)
+        torch.nn.init.zeros_(engine.module.mix.weight)
         with pytest.raises(EngineError, match=r"mix\.weight.*written in place"):
             engine.step()
         # Nothing is known to differ once the masters have been written too.
@@ -518,7 +374,7 @@ def test_a_forked_worker_cannot_use_streamed_weights():
         assert train(engine, 1) == train(reference, 1)
 
 
-@pytest.mark.parametrize("kind", ["host", "bf16", "streamed"])
+@pytest.mark.parametrize("kind", ["bf16", "streamed"])
 def test_a_resident_weight_written_through_its_data_is_found_before_the_next_step(kind):
     changes = (torch.neg_, lambda data: data.mul_(2), lambda data: data[3].add_(0.5))
     with start_half() if kind == "bf16" else start(kind) as engine:
@@ -569,35 +425,6 @@ def test_stage_3_refuses_a_write_to_a_frozen_weight_that_is_empty():
         engine.backward(loss_of(engine, 1))
         with pytest.raises(EngineError, match=r"later\.weight.*written in place"):
             engine.step()
-
-
-def test_a_resident_weight_replaced_after_its_last_use_is_refused_before_the_step():
-    with start("host") as engine:
-        train(engine, 0)
-        weight = engine.module.mix.weight
-        engine.backward(loss_of(engine, 1))
-        before = weight.data
-        weight.data = before.clone()
-        with pytest.raises(EngineError, match=r"mix\.weight: this parameter was replaced"):
-            engine.step()
-        weight.data = before
-        assert engine.step().applied
-
-
-@pytest.mark.parametrize("kind", ["host", "streamed"])
-def test_a_transposed_weight_whose_gradients_would_be_in_another_order_is_refused(kind):
-    with start(kind) as engine:
-        train(engine, 0)
-        weight = engine.module.mix.weight
-        if kind == "streamed":
-            with pytest.raises(EngineError, match=r"mix\.weight.*cannot be replaced"):
-                weight.data = weight.data.t()
-        else:
-            weight.data = weight.data.t()
-            with pytest.raises(EngineError, match=r"mix\.weight: this parameter was replaced"):
-                loss_of(engine, 1)
-            weight.data = weight.data.t()
-        train(engine, 1)
 
 
 @pytest.mark.parametrize("place", ["streamed", "resident"])

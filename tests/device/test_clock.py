@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -86,16 +84,6 @@ def test_operations_are_those_that_torch_counts():
     assert counted == counter.get_total_flops() + recomputed
 
 
-@on_device()
-def test_operations_of_a_grouped_convolution_are_those_of_its_groups():
-    inputs = torch.zeros(2, 4, 8, 8, device="simdev", requires_grad=True)
-    weight = torch.zeros(8, 2, 3, 3, device="simdev", requires_grad=True)
-    clock = clock_of()
-    torch.nn.functional.conv2d(inputs, weight, groups=2).sum().backward()
-    forward = 2 * (2 * 8 * 6 * 6) * (2 * 3 * 3)
-    assert sum(span.operations for span in clock.spans()) == 3 * forward
-
-
 def overlapping(host):
     """Upload beside a product that is queued first, and wait for both."""
     simdev = torch.simdev
@@ -130,129 +118,3 @@ def test_streams_overlap_and_waits_join_them_whatever_the_order_of_execution():
     assert elapsed == now == pytest.approx(4e7 / 1e9 + 3 * 4000 / 1e12)
     assert [s.name for s in spans] == ["mm", "upload", "mul", "synchronize_event"]
     assert spans[1].start == 0 < spans[0].end < spans[1].end == spans[2].start
-
-
-@on_device()
-def test_each_engine_does_one_task_at_a_time_and_fills_its_gaps():
-    simdev = torch.simdev
-    first, second = torch.zeros(2_500_000).pin_memory(), torch.zeros(250_000).pin_memory()
-    slow = torch.zeros(2000, 2000, device="simdev")
-    clock = clock_of()
-    side, other = simdev.Stream(), simdev.Stream()
-    slow @ slow  # 0.16 s
-    side.wait_stream(simdev.current_stream())
-    with simdev.stream(side):
-        first.to("simdev", non_blocking=True)
-    with simdev.stream(other):
-        second.to("simdev", non_blocking=True)
-    # Queued later, but ready earlier.
-    late, early = spans_of("upload")
-    assert (early.start, early.end) == (0, pytest.approx(0.001))
-    assert late.start == pytest.approx(0.16)
-    with simdev.stream(simdev.Stream()):
-        first.to("simdev", non_blocking=True)
-    assert spans_of("upload")[2].start == pytest.approx(0.001)
-    assert clock.end() == pytest.approx(0.17)
-
-
-@on_device()
-def test_the_host_has_its_own_time():
-    there = torch.zeros(1000, 1000, device="simdev")
-    clock = clock_of(launch=1e-4)
-    clock.advance(0.5, "data")
-    there @ there
-    assert clock.now() == pytest.approx(0.5001)
-    there.sum().item()
-    assert clock.now() == pytest.approx(0.5001 + 0.02, rel=1e-3)
-    assert [span.name for span in spans_of("host")] == ["data", "item"]
-
-
-@on_device()
-def test_each_thread_has_its_own_time_and_backward_that_of_its_caller():
-    clock = clock_of(launch=1e-3)
-    seen = []
-
-    def work():
-        seen.append(clock.now())
-        clock.advance(2.0)
-        seen.append(clock.now())
-
-    weight = torch.zeros(10, device="simdev", requires_grad=True)
-    before = clock.now()
-    (weight * 2).sum().backward()
-    assert clock.now() > before + 3e-3
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [0, 2]
-    assert clock.now() < 1
-    clock.join(seen[1])
-    assert clock.now() == 2
-
-
-@on_device()
-def test_events_of_before_a_reset_are_over():
-    there = torch.zeros(1000, 1000, device="simdev")
-    clock = clock_of()
-    there @ there
-    event = torch.simdev.Event()
-    event.record()
-    clock.reset()
-    event.synchronize()
-    torch.simdev.current_stream().wait_event(event)
-    assert clock.now() == clock.end() == 0
-
-
-@on_device()
-def test_a_threads_tasks_can_take_longer_than_their_sizes_say():
-    host = torch.zeros(250_000, pin_memory=True)
-    clock = clock_of()
-
-    def upload():
-        clock.scale(copies=3.0, label="large")
-        host.to("simdev", non_blocking=True)
-
-    thread = threading.Thread(target=upload)
-    thread.start()
-    thread.join()
-    there = host.to("simdev", non_blocking=True)
-    clock.scale(work=2.0)
-    there * 2
-    labels = [(span.label, round(span.end - span.start, 9)) for span in clock.spans()]
-    assert labels == [("large", 0.003), ("", 0.001), ("", 2 * 2e6 / 1e12)]
-    assert clock.spans(2) == clock.spans()[2:]
-
-
-@on_device()
-def test_threads_that_backward_starts_have_times_and_waits_of_their_own():
-    clock = clock_of()
-    seen = []
-
-    def work():
-        clock.advance(2.0)
-        torch.zeros(10, device="simdev").cpu()
-
-    class Starting(torch.autograd.Function):
-        @staticmethod
-        def forward(_ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(_ctx, gradient):
-            seen.append(threading.Thread(target=work))
-            seen[0].start()
-            return gradient
-
-    x = torch.zeros(10, device="simdev", requires_grad=True)
-    torch.simdev.reset_counts()
-    Starting.apply(x).sum().backward()
-    seen[0].join()
-    assert clock.now() < 1
-    assert torch.simdev.host_waits() == {}
-    assert torch.simdev.counts()["blocking_download beside"] == 1
-
-
-@on_device()
-def test_an_unknown_rate_is_refused():
-    with pytest.raises(ValueError, match="no such rate: memori"):
-        torch.simdev.clock.rates({"memori": 1.0})

@@ -69,11 +69,3 @@ def test_a_collective_that_nobody_waits_for_comes_late():
     assert host.tolist() == [1] * 4
     work.wait()
     assert there.tolist() == [2] * 4
-
-
-@pytest.mark.nightly
-@on_device(ranks=2)
-def test_a_group_of_the_device_refuses_tensors_of_the_host():
-    start()
-    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
-        dist.all_reduce(torch.ones(4))

@@ -9,17 +9,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.device import on_device
 
 
-@on_device()
-def test_autocast_computes_products_in_bf16_and_norms_in_fp32():
-    linear = torch.nn.Linear(8, 8, device="simdev")
-    there = torch.randn(2, 8, device="simdev")
-    with torch.autocast("simdev", dtype=torch.bfloat16):
-        product = linear(there)
-        assert product.dtype == torch.bfloat16
-        assert torch.nn.functional.layer_norm(product, (8,)).dtype == torch.float32
-    assert linear(there).dtype == torch.float32
-
-
 def attention(inputs):
     return torch.nn.functional.scaled_dot_product_attention(inputs, inputs, inputs).sin()
 
@@ -47,26 +36,6 @@ def test_attention_keeps_no_scores_and_computes_the_cpus_bits():
     assert simdev.max_memory_allocated() - before < 2 * 256 * 256 * 4
     attention(here).sum().backward()
     assert torch.equal(there.grad.cpu(), here.grad)
-
-
-@on_device()
-def test_recomputed_dropout_repeats_its_mask():
-    there = torch.ones(1000, device="simdev", requires_grad=True)
-
-    def drop(numbers):
-        return torch.nn.functional.dropout(numbers * 1.0)
-
-    out = torch.utils.checkpoint.checkpoint(drop, there, use_reentrant=False)
-    out.sum().backward()
-    assert torch.equal(there.grad.cpu(), out.detach().cpu())
-
-
-@on_device()
-def test_a_tensor_is_saved_and_loaded_with_its_device(tmp_path):
-    there = torch.arange(3.0, device="simdev")
-    torch.save(there, tmp_path / "tensor.pt")
-    assert torch.load(tmp_path / "tensor.pt").device.type == "simdev"
-    assert torch.load(tmp_path / "tensor.pt", map_location="cpu").tolist() == [0, 1, 2]
 
 
 @on_device(lateness=0.0)

@@ -40,7 +40,7 @@ from zerotune.platform.facts import user_cache
 KEY: Final = "proof"
 VARIABLE: Final = "ZEROTUNE_PROOF"
 COMMAND: Final = "zerotune doctor --prove"
-Setting = Literal["first", "off", "ask", "always"]
+Setting = Literal["first", "off"]
 FastPath = Literal["host engine", "activation offload"]
 
 _PROOF_FORMAT: Final = 2
@@ -322,10 +322,9 @@ def prove_first(accelerator: str, group: ProcessGroup) -> tuple[Decision, ...]:
     Returns:
         The decision about proven fast paths.
     """
-    setting = proof_setting()
-    if accelerator != "cpu" and setting in ("first", "always"):
+    if accelerator != "cpu" and proof_setting() == "first":
         if group.local_rank == 0:
-            _prove_here(accelerator, anew=setting == "always")
+            _prove_here(accelerator)
         group.barrier("wait for the proof of the fast paths", timeout_s=2 * _PATIENCE_S)
     return proof_decisions(accelerator)
 
@@ -346,18 +345,17 @@ _attempted: Final[set[Combination]] = set()
 """Combinations that this process has tried to prove; once per process is enough."""
 
 
-def _prove_here(accelerator: str, *, anew: bool) -> None:
+def _prove_here(accelerator: str) -> None:
     # Two starts at the same time may both run the proof, which is harmless.
     combination = Combination.here(accelerator)
-    proven = not anew and isinstance(load_proof(combination), Proof)
-    if proven or combination in _attempted:
+    if isinstance(load_proof(combination), Proof) or combination in _attempted:
         return
     _attempted.add(combination)
     with contextlib.suppress(OSError):
         proof_path(combination).unlink(missing_ok=True)
     logger.warning(
         "first start on %s: proving the fast paths takes a few seconds, plus imports and "
-        "compiling (to skip the proof, set %s to off or ask)", combination.device, VARIABLE,
+        "compiling (%s=off skips the proof and the fast paths)", combination.device, VARIABLE,
     )  # fmt: skip
     problem = _run_command(accelerator)
     proof = load_proof(combination)
