@@ -80,7 +80,8 @@ RELATED = {
     "zerotune.offload.OffloadManager": {
         "zerotune.offload.manager": "Lease",
         "zerotune.offload.root": "SwapRoot",
-        "zerotune.offload.lease": "find_leases FoundLease LeaseRecord",
+        "zerotune.offload.lease": "find_leases FoundLease",
+        "zerotune.offload.record": "LeaseRecord",
         "zerotune.offload.space": "swap_needs SwapNeeds",
     },
     "zerotune.offload.cleanup_stale_swap": {"zerotune.offload.cleaning": "CleanupReport Leftover"},

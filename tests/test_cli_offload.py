@@ -12,7 +12,8 @@ from tests.offload.plans import swapping_plan
 from zerotune._util.ownership import new_run_id
 from zerotune.cli import main
 from zerotune.offload import OffloadManager
-from zerotune.offload.lease import LeaseRecord, lease_name
+from zerotune.offload.lease import lease_name
+from zerotune.offload.record import LeaseRecord
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import resource
 import threading
 from pathlib import Path
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.ranks import run_ranks
 from zerotune._util import proc
-from zerotune._util.proc import filesystem_kind, is_rotational, locality_of, mount_of
+from zerotune._util.proc import filesystem_kind, locality_of
 
 TABLE = r"""22 27 0:21 / /proc rw,relatime - proc proc rw
 27 1 254:0 / / rw,relatime - ext4 /dev/vda rw
@@ -41,14 +40,6 @@ def test_a_mount_does_not_match_a_path_that_only_begins_with_its_name(tmp_path):
     assert kind(tmp_path, "/mnt2") == "ext4"
 
 
-def test_a_mount_has_its_kind_mount_point_source_and_locality(tmp_path):
-    table = tmp_path / "mountinfo"
-    table.write_text(TABLE)
-    mount = mount_of(Path("/mnt/other"), mount_table=table)
-    assert (mount.kind, str(mount.point), mount.source) == ("nfs4", "/mnt", "server:/x")
-    assert mount.locality == "network"
-
-
 @pytest.mark.parametrize(
     ("kind", "locality"),
     [
@@ -66,32 +57,6 @@ def test_a_mount_has_its_kind_mount_point_source_and_locality(tmp_path):
 )
 def test_the_locality_follows_from_the_kind_of_file_system(kind, locality):
     assert locality_of(kind) == locality
-
-
-@pytest.mark.parametrize(
-    ("place", "said", "answer"),
-    [
-        ("pci0/nvme0n1", "0", False),
-        ("pci0/sda", "1", True),
-        ("pci0/virtio1/vda", "1", None),
-        ("pci0/sda/sda1", "1", True),
-    ],
-)
-def test_the_rotational_flag_is_read_from_the_disk_of_a_partition(tmp_path, place, said, answer):
-    device = tmp_path / "devices" / place
-    disk = device.parent if device.name == "sda1" else device
-    (disk / "queue").mkdir(parents=True)
-    (disk / "queue" / "rotational").write_text(f"{said}\n")
-    device.mkdir(exist_ok=True)
-    numbers = tmp_path / "block"
-    numbers.mkdir()
-    number = tmp_path.stat().st_dev
-    (numbers / f"{os.major(number)}:{os.minor(number)}").symlink_to(device)
-    assert is_rotational(tmp_path, devices=numbers) is answer
-
-
-def test_is_rotational_is_none_for_a_device_unknown_to_the_kernel(tmp_path):
-    assert is_rotational(tmp_path, devices=tmp_path / "none") is None
 
 
 def test_the_file_system_kind_is_none_without_a_mount_table(tmp_path):

@@ -232,17 +232,14 @@ def test_a_link_and_the_stand_in_of_its_name_are_both_kept(tmp_path):
     assert verify_checkpoint(archive).extra == {"epoch": 1}
 
 
-@pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "denied"), RecursionError()])
-def test_a_leftover_that_cannot_be_deleted_does_not_end_the_run(
-    tmp_path, caplog, monkeypatch, error
-):
+def test_a_leftover_that_cannot_be_deleted_does_not_end_the_run(tmp_path, caplog, monkeypatch):
     older, newer = steps(tmp_path, 1, 2)
     (tmp_path / "step-00000002.tmp-000000000001").mkdir()
     usual = shutil.rmtree
 
     def removing(path, *arguments, **options):
         if Path(path).name == "step-00000002.tmp-000000000001":
-            raise error
+            raise PermissionError(errno.EACCES, "denied")
         usual(path, *arguments, **options)
 
     monkeypatch.setattr(shutil, "rmtree", removing)
@@ -251,17 +248,6 @@ def test_a_leftover_that_cannot_be_deleted_does_not_end_the_run(
     assert names(tmp_path) == ["step-00000002", "step-00000002.tmp-000000000001"]
     assert "cannot be deleted" in caplog.text
     assert "step-00000002.tmp-000000000001" in caplog.text
-
-
-def test_a_too_deeply_nested_checkpoint_raises_checkpoint_error(tmp_path, monkeypatch):
-    steps(tmp_path, 1, 2)
-
-    def deep(*_, **__):
-        raise RecursionError
-
-    monkeypatch.setattr(shutil, "rmtree", deep)
-    with pytest.raises(CheckpointError, match="too deeply nested"):
-        prune(tmp_path, keep=1)
 
 
 def test_the_users_files_in_a_checkpoint_are_kept(tmp_path):

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from zerotune._util.ownership import is_run_id, new_run_id
 from zerotune._util.proc import ProcessIdentity
 from zerotune.errors import OffloadError
-from zerotune.offload.lease import LeaseRecord, lease_name, run_id_of
+from zerotune.offload.lease import lease_name, run_id_of
+from zerotune.offload.record import LeaseRecord
 
 records = st.builds(
     LeaseRecord,
@@ -46,19 +47,6 @@ def test_a_record_round_trips(record):
 def test_malformed_records_give_one_kind_of_error(text):
     with pytest.raises(OffloadError, match="lease record"):
         LeaseRecord.from_json(text)
-
-
-@settings(deadline=None)
-@given(record=records, value=anything, data=st.data())
-def test_a_record_with_a_changed_field_round_trips_or_is_refused(record, value, data):
-    fields = json.loads(record.to_json())
-    fields[data.draw(st.sampled_from(sorted(fields)))] = value
-    text = json.dumps(fields)
-    try:
-        read = LeaseRecord.from_json(text)
-    except OffloadError:
-        return
-    assert json.loads(read.to_json()) == json.loads(text)
 
 
 def test_writing_replaces_the_whole_file(tmp_path):

@@ -4,7 +4,6 @@ import os
 
 import pytest
 
-from zerotune.offload import lease
 from zerotune.offload.lease import dismantle, folder_bytes, open_folder
 
 
@@ -47,15 +46,6 @@ def test_a_mount_is_not_crossed(opened, tmp_path, mounted, bind):
     with pytest.raises(OSError, match="another file system is mounted here"):
         dismantle(descriptor)
     assert (point / "file").read_text() == "keep"
-
-
-def test_without_mount_ids_another_device_is_not_crossed(opened, monkeypatch):
-    folder, descriptor = opened
-    identities = iter([(1, None), (2, None)])
-    monkeypatch.setattr(lease, "mount_identity", lambda _: next(identities))
-    with pytest.raises(OSError, match="another file system is mounted here"):
-        dismantle(descriptor)
-    assert (folder / "a" / "b" / "file").exists()
 
 
 @pytest.mark.parametrize("kind", ["file", "link"])

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import attrs
 import pytest
-import torch
 
-from tests.offload.engines import fill, plan_for, wide_net
 from tests.offload.plans import swapping_plan
-from tests.support.ranks import ranks
-from zerotune._util.text import format_size
 from zerotune.errors import OffloadError
 from zerotune.offload import OffloadManager
 from zerotune.offload.manager import local_ranks
 from zerotune.offload.root import RootChoice, check_root
 from zerotune.offload.space import (
-    SpaceWatch,
     SwapNeeds,
     check_space,
     swap_needs,
-    tell_shortage,
 )
 from zerotune.plan import ModelFacts, Workload
 from zerotune.plan.memory.swap_files import SwapFiles
@@ -146,81 +137,6 @@ def test_space_reserved_by_another_run_is_not_available(small):
         pass
 
 
-@pytest.mark.parametrize(
-    ("free", "own", "others", "enough"),
-    [
-        (10 * MIB, 10 * MIB, 0, True),
-        (10 * MIB - 1, 10 * MIB, 0, False),
-        (10 * MIB, 6 * MIB, 5 * MIB, False),
-        (0, MIB - 1, 0, True),
-        (0, 0, 9 * MIB, True),
-    ],
-)
-def test_the_remaining_writes_are_compared_with_the_free_space(tmp_path, free, own, others, enough):
-    told = tell_shortage(tmp_path, free=free, own=own, others=others)
-    assert (told is None) == enough
-    if told is not None:
-        assert f"another program used up the swap disk of {tmp_path}" in told
-        assert f"({free} bytes) are free" in told
-        assert f"this run must still write {format_size(own)}" in told
-        assert ("other runs have reserved 5.00 MiB" in told) == bool(others)
-
-
-def test_a_disk_is_watched_until_a_step_writes_nothing_new(small):
-    plan = swapping_plan(model=facts(500_000))
-    with OffloadManager(root=small).lease(plan) as lease:
-        watch = SpaceWatch([lease.path])
-        assert watch.shortage(stepped=False) is None
-        (small / "other").write_bytes(b"x" * 12 * MIB)
-        assert "4.00 MiB" in watch.shortage(stepped=False)
-        (small / "other").unlink()
-        (lease.path / "all.swp").write_bytes(b"x" * 3 * MIB)
-        assert watch.shortage(stepped=True) is None
-        (small / "other").write_bytes(b"x" * 12 * MIB)
-        assert watch.shortage(stepped=False) is not None, "no step has shown that this is all"
-        assert watch.shortage(stepped=True) is None
-        assert watch.shortage(stepped=False) is None
-
-
-@pytest.fixture
-def disk(tmp_path, mounted):
-    return mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=60m", "none")
-
-
-@pytest.mark.deepspeed
-@pytest.mark.nvme
-@ranks(1)
-def test_a_disk_filled_by_another_program_stops_the_run_with_a_checkpoint(tmp_path, disk):
-    out = tmp_path / "out"
-    from zerotune import SaveEvery, Trainer
-    from zerotune.training import Callback
-
-    class Filling(Callback):
-        def on_step_end(self, trainer: Any, metrics: Any) -> None:  # noqa: ARG002
-            if metrics.step == 1:
-                fill(disk)
-
-    with Trainer(
-        model=wide_net(),
-        plan=plan_for(),
-        data=[{"inputs": torch.ones(2, 33)}] * 4,
-        objective=lambda engine, batch, _: engine(batch["inputs"]).pow(2).mean(),
-        offload=OffloadManager(root=disk),
-        callbacks=[SaveEvery(steps=100, root=out), Filling()],
-    ) as trainer:
-        other = fill(disk)
-        first = trainer.fit(steps=3).stopped
-        saved = sorted(path.name for path in out.iterdir())
-        other.unlink()
-        second = trainer.fit(steps=3).stopped
-        assert "this run must still write" in first
-        assert f"another program used up the swap disk of {disk}: only 0 B (0 bytes)" in first
-        assert saved == ["step-00000000"]
-        assert "a checkpoint was saved" in trainer.decisions[-1].reason
-        assert second is None, "once all is written no room is needed"
-        assert trainer.step == 3
-
-
 def test_every_rank_refuses_a_disk_that_is_too_small(small):
     said = []
 
@@ -228,7 +144,7 @@ def test_every_rank_refuses_a_disk_that_is_too_small(small):
         said.append(text)
         return said[0]
 
-    plan = attrs.evolve(swapping_plan(model=facts(5_000_000), world_size=2))
+    plan = swapping_plan(model=facts(5_000_000), world_size=2)
     for rank in (0, 1):
         with pytest.raises(OffloadError, match="are missing"):
             OffloadManager(root=small, share=share).lease(plan, rank=rank).__enter__()

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import inspect
 import os
 import shutil
 import signal
-import sys
 import threading
 from pathlib import Path
 
@@ -13,9 +11,9 @@ import pytest
 
 from zerotune._util.ownership import new_run_id
 from zerotune.errors import OffloadError
-from zerotune.offload import cleanup_stale_swap
 from zerotune.offload import lease as stale
-from zerotune.offload.lease import LeaseRecord, find_leases, lease_name
+from zerotune.offload.lease import find_leases, lease_name
+from zerotune.offload.record import LeaseRecord
 
 
 @pytest.fixture
@@ -226,19 +224,3 @@ def test_a_named_pipe_as_record_or_lock_does_not_block(tmp_path, dead, name):
     os.mkfifo(folder / name)
     assert only(tmp_path).state == "unknown"
     assert "is not a regular file" in only(tmp_path).reason
-
-
-def test_a_too_deeply_nested_folder_is_kept_with_the_reason(tmp_path, dead):
-    folder = dead()
-    folder.joinpath(*["deep"] * 300).mkdir(parents=True)
-    usual = sys.getrecursionlimit()
-    sys.setrecursionlimit(len(inspect.stack()) + 250)
-    try:
-        report = cleanup_stale_swap(tmp_path)
-    finally:
-        sys.setrecursionlimit(usual)
-    assert report.removed == ()
-    assert [(one.path, one.reason) for one in report.kept] == [
-        (folder, "has too deeply nested folders")
-    ]
-    assert [one.path for one in cleanup_stale_swap(tmp_path).removed] == [folder]

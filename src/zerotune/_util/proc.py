@@ -57,7 +57,6 @@ NETWORK_FILESYSTEMS: Final = frozenset(
 Locality = Literal["local", "memory", "overlay", "network", "unknown"]
 
 _MOUNT_TABLE: Final = Path("/proc/self/mountinfo")
-_BLOCK_DEVICES: Final = Path("/sys/dev/block")
 _OCTAL: Final = re.compile(r"\\([0-7]{3})")
 
 
@@ -95,15 +94,8 @@ class Mount:
     """The kernel's name (``"ext4"``, ``"tmpfs"``, ``"nfs4"``)."""
     point: Path
     """Mount point."""
-    source: str
-    """Mounted device, ``server:/export``, or a name without meaning."""
     root: str = "/"
     """Folder of the file system that is mounted."""
-
-    @property
-    def locality(self) -> Locality:
-        """Whether the file system is local, in memory, an overlay or shared over a network."""
-        return locality_of(self.kind)
 
 
 def locality_of(kind: str | None) -> Locality:
@@ -159,7 +151,6 @@ def parse_mount(line: str) -> Mount | None:
     return Mount(
         kind=details[0],
         point=Path(_unescape(fields[4])),
-        source=details[1] if len(details) > 1 else "",
         root=_unescape(fields[3]),
     )
 
@@ -167,30 +158,6 @@ def parse_mount(line: str) -> Mount | None:
 def _unescape(field: str) -> str:
     """Undo the octal escapes: a space is written as a backslash and 040."""
     return _OCTAL.sub(lambda match: chr(int(match[1], 8)), field)
-
-
-def is_rotational(path: Path, *, devices: Path = _BLOCK_DEVICES) -> bool | None:
-    """Return whether ``path`` is on a spinning disk, according to the kernel.
-
-    Args:
-        path: An existing folder.
-        devices: The kernel's folder of block devices, by device number.
-
-    Returns:
-        ``None`` if the path is on no single block device that the kernel knows (btrfs, overlay,
-        network), or on a virtual device, which is reported as spinning whatever is behind it.
-    """
-    number = path.stat().st_dev
-    device = (devices / f"{os.major(number)}:{os.minor(number)}").resolve()
-    if any(part.startswith("virtio") for part in device.parts):
-        return None
-    # A partition has no queue of its own; its parent folder is the disk.
-    for place in (device, device.parent):
-        try:
-            return (place / "queue" / "rotational").read_text(encoding="ascii").strip() == "1"
-        except OSError:
-            continue
-    return None
 
 
 def mount_identity(descriptor: int) -> tuple[int, str | None]:

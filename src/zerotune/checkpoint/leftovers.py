@@ -102,10 +102,7 @@ def remove_folder(folder: Path) -> None:
     """Delete a checkpoint or an export."""
     # Without a manifest, a half-removed folder is not mistaken for a checkpoint.
     (folder / MANIFEST).unlink(missing_ok=True)
-    try:
-        shutil.rmtree(folder)
-    except RecursionError:  # Before Python 3.13, rmtree is recursive.
-        raise OSError(errno.ELOOP, "has too deeply nested folders", str(folder)) from None
+    shutil.rmtree(folder)
 
 
 def retire(former: Path, successor: Path) -> None:

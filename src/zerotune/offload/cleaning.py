@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,7 +28,6 @@ from zerotune.offload.lease import (
     run_id_of,
     try_lock,
 )
-from zerotune.offload.root import PROBE_PREFIX
 
 Kind = Literal["lease", "unfinished", "bare"]
 _BARE_NAME: Final = re.compile(r"zero_stage_\d+", re.ASCII)
@@ -173,8 +171,7 @@ class _Sweep:
                 self._each(root, name, "lease", self._lease)
             elif _BARE_NAME.fullmatch(name):
                 self._each(root, name, "bare", self._bare)
-        prefixes = (DRAFT_PREFIX, PROBE_PREFIX)
-        unfinished = [name for name in names if name.startswith(prefixes)]
+        unfinished = [name for name in names if name.startswith(DRAFT_PREFIX)]
         if unfinished:
             self._unfinished(root, unfinished)
 
@@ -234,11 +231,8 @@ class _Sweep:
             self._each(root, name, "unfinished", self._remnant)
 
     def _remnant(self, root: int, name: str) -> tuple[bool, int, str]:
-        facts = os.stat(name, dir_fd=root, follow_symlinks=False)
-        size = facts.st_blocks * 512
-        if stat.S_ISDIR(facts.st_mode):
-            with _opened_inside(root, name) as folder:
-                size = folder_bytes(folder)
+        with _opened_inside(root, name) as folder:
+            size = folder_bytes(folder)
         if not self.dry_run:
             remove_entry(root, name)
         return True, size, "the process that was creating the entry has ended"

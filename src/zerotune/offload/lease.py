@@ -1,7 +1,7 @@
-"""Ownership of a swap folder: its record, its lock, and how a lease is found and ended.
+"""Ownership of a swap folder: its lock, and how a lease is found and ended.
 
-A lease is a swap folder that belongs to one run. The module's sections are, in order: the record,
-the lock on one folder, the search for leases in a root, the end of a lease, and the safe
+A lease is a swap folder that belongs to one run. The module's sections are, in order: the lock on
+one folder, the search for leases in a root, the end of a lease, and the safe
 measurement and removal of folders.
 """
 
@@ -21,17 +21,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import ClassVar, Final, Literal
+from typing import Final, Literal
 
 import attrs
-from typing_extensions import override
 
 from zerotune._util import ownership
 from zerotune._util.files import open_regular, system_errors
-from zerotune._util.ownership import OwnerRecord, is_run_id
+from zerotune._util.ownership import is_run_id
 from zerotune._util.proc import LOCAL_FILESYSTEMS, filesystem_kind, mount_identity
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError
+from zerotune.offload.record import LeaseRecord
 
 _LEASE_PREFIX: Final = "zerotune-"
 
@@ -50,128 +50,6 @@ def run_id_of(name: str) -> str | None:
     """Return the run id in the name of a lease, or ``None`` for any other name."""
     run_id = name.removeprefix(_LEASE_PREFIX)
     return run_id if name != run_id and is_run_id(run_id) else None
-
-
-@attrs.frozen(kw_only=True)
-class LeaseRecord(OwnerRecord):
-    """One rank's record in a lease: owning process, start time and plan.
-
-    The lock of the lease shows whether the process is alive. The record identifies the process and
-    contains the maximum swap size. On file systems with unreliable locks, it also helps to detect a
-    dead process.
-    """
-
-    rank: int
-    """Global rank of the process, from 0."""
-    world_size: int
-    """Number of ranks in the run."""
-    plan_digest: str
-    """``ResolvedPlan.digest()`` of the run's plan."""
-    reserved: int = 0
-    """Maximum bytes that this rank writes to the lease; 0 if unknown."""
-
-    _types: ClassVar[dict[str, tuple[type, ...]]] = {
-        **OwnerRecord._types,
-        "rank": (int,),
-        "world_size": (int,),
-        "plan_digest": (str,),
-        "reserved": (int,),
-    }
-
-    @property
-    @override
-    def who(self) -> str:
-        """Description of the owning process, for messages."""
-        return f"process {self.owner.pid} of rank {self.rank}"
-
-    @classmethod
-    @override
-    def damaged(cls, text: str, reason: str) -> OffloadError:
-        """Return the error for an invalid record.
-
-        Args:
-            text: Content of the record's file.
-            reason: What is wrong with the record.
-        """
-        return OffloadError(
-            reason,
-            "delete the folder only if you know that its run has ended",
-            "lease record",
-            text,
-        )
-
-    def write(self, folder: Path) -> None:
-        """Write the record atomically to ``rank<N>.json`` in the lease's ``folder``.
-
-        Raises:
-            OSError: The file cannot be written.
-        """
-        self.write_to(folder / f"rank{self.rank}.json")
-
-    def _join(self, path: Path) -> int | None:
-        """Lock the folder that another rank created; return ``None`` if there is none."""
-        try:
-            folder = open_folder(path)
-        except FileNotFoundError:
-            return None
-        try:
-            lock = open_regular(LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW, within=folder)
-        finally:
-            os.close(folder)
-        try:
-            # Another run's probe holds the exclusive lock only for a moment, so wait for it.
-            if not try_lock(lock, exclusive=False, patience=_JOIN_PATIENCE):
-                raise OffloadError(
-                    "is locked by a process that is deleting the folder",
-                    "start the run again",
-                    "offload.root",
-                    str(path),
-                )
-            if os.fstat(lock).st_nlink == 0:
-                raise FileNotFoundError(errno.ENOENT, "it was removed meanwhile", str(path))
-            self._check_same_plan(path)
-            self.write(path)
-        except BaseException:
-            os.close(lock)
-            raise
-        return lock
-
-    def _check_same_plan(self, path: Path) -> None:
-        for file in sorted(path.glob("rank*.json")):
-            other = LeaseRecord.read(file)
-            if other.plan_digest != self.plan_digest:
-                raise OffloadError(
-                    f"rank {self.rank} has a different plan from rank {other.rank}, which wrote "
-                    f"this record: {self.plan_digest[:12]} instead of {other.plan_digest[:12]}",
-                    "give every rank the same configuration and arguments",
-                    "lease record",
-                    str(file),
-                )
-
-    def _create(self, root: Path, path: Path) -> int | None:
-        """Make the folder, complete and locked before its name appears.
-
-        Returns:
-            The lock's descriptor, or ``None`` if another rank was faster.
-        """
-        with making_in(root):
-            draft = Path(tempfile.mkdtemp(prefix=DRAFT_PREFIX, dir=root))
-            lock = -1
-            try:
-                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-                lock = os.open(draft / LOCK_FILE, flags, 0o600)
-                try_lock(lock, exclusive=False)
-                self.write(draft)
-                draft.rename(path)
-            except BaseException as error:
-                if lock >= 0:
-                    os.close(lock)
-                # The draft's name is random and known to this process alone, so nothing uses it.
-                shutil.rmtree(draft)
-                if isinstance(error, OSError) and error.errno in {errno.ENOTEMPTY, errno.EEXIST}:
-                    return None
-                raise
-        return lock
 
 
 # -- Ownership of one run's folder inside a swap root.
@@ -224,12 +102,12 @@ class SwapDirectory:
         """
         path = root / lease_name(record.run_id)
         try:
-            lock = record._join(path)
+            lock = _join(path, record)
             created = lock is None
             if lock is None:
-                lock = record._create(root, path)
+                lock = _create(root, path, record)
             if lock is None:
-                created, lock = False, record._join(path)
+                created, lock = False, _join(path, record)
         except OSError as error:
             raise _lease_error(path, "cannot be created or joined", error) from error
         if lock is None:
@@ -265,6 +143,74 @@ class SwapDirectory:
             raise _lease_error(self.path, "cannot be removed", error) from error
         finally:
             self.leave()
+
+
+def _join(path: Path, record: LeaseRecord) -> int | None:
+    """Lock the folder that another rank created; return ``None`` if there is none."""
+    try:
+        folder = open_folder(path)
+    except FileNotFoundError:
+        return None
+    try:
+        lock = open_regular(LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW, within=folder)
+    finally:
+        os.close(folder)
+    try:
+        # Another run's probe holds the exclusive lock only for a moment, so wait for it.
+        if not try_lock(lock, exclusive=False, patience=_JOIN_PATIENCE):
+            raise OffloadError(
+                "is locked by a process that is deleting the folder",
+                "start the run again",
+                "offload.root",
+                str(path),
+            )
+        if os.fstat(lock).st_nlink == 0:
+            raise FileNotFoundError(errno.ENOENT, "it was removed meanwhile", str(path))
+        _check_same_plan(path, record)
+        record.write(path)
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _check_same_plan(path: Path, record: LeaseRecord) -> None:
+    for file in sorted(path.glob("rank*.json")):
+        other = LeaseRecord.read(file)
+        if other.plan_digest != record.plan_digest:
+            raise OffloadError(
+                f"rank {record.rank} has a different plan from rank {other.rank}, which wrote "
+                f"this record: {record.plan_digest[:12]} instead of {other.plan_digest[:12]}",
+                "give every rank the same configuration and arguments",
+                "lease record",
+                str(file),
+            )
+
+
+def _create(root: Path, path: Path, record: LeaseRecord) -> int | None:
+    """Make the folder, complete and locked before its name appears.
+
+    Returns:
+        The lock's descriptor, or ``None`` if another rank was faster.
+    """
+    with making_in(root):
+        draft = Path(tempfile.mkdtemp(prefix=DRAFT_PREFIX, dir=root))
+        lock = -1
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            lock = os.open(draft / LOCK_FILE, flags, 0o600)
+            try_lock(lock, exclusive=False)
+            record.write(draft)
+            draft.rename(path)
+        except BaseException as error:
+            if lock >= 0:
+                os.close(lock)
+            # The draft's name is random and known to this process alone, so nothing uses it.
+            shutil.rmtree(draft)
+            if isinstance(error, OSError) and error.errno in {errno.ENOTEMPTY, errno.EEXIST}:
+                return None
+            raise
+    return lock
 
 
 def try_lock(descriptor: int, *, exclusive: bool, patience: float = 0.0) -> bool:
@@ -440,11 +386,6 @@ def find_leases(root: Path) -> tuple[FoundLease, ...]:
     kind = filesystem_kind(root.resolve())
     leases = (_inspect(path, run_id_of(path.name), kind) for path in paths)
     return tuple(lease for lease in leases if lease is not None)
-
-
-def find_lease(path: Path) -> FoundLease | None:
-    """Return the lease of a folder, without changing any file; ``None`` if there is none."""
-    return _inspect(path, run_id_of(path.name), filesystem_kind(path.parent))
 
 
 def _inspect(path: Path, run_id: str | None, kind: str | None) -> FoundLease | None:
@@ -660,19 +601,16 @@ def folder_bytes(folder: int) -> int:
     Files that are deleted in the meantime count as 0.
 
     Raises:
-        OSError: Another file system is mounted inside, or folders are nested too deeply.
+        OSError: Another file system is mounted inside.
     """
     total, home = 0, mount_identity(folder)
-    try:
-        for path, _, files, inside in os.fwalk(".", dir_fd=folder):
-            if mount_identity(inside) != home:
-                raise OSError(errno.EXDEV, "another file system is mounted here", path)
-            for name in files:
-                with suppress(FileNotFoundError):
-                    facts = os.stat(name, dir_fd=inside, follow_symlinks=False)
-                    total += facts.st_blocks * 512 if facts.st_nlink == 1 else 0
-    except RecursionError:  # Before Python 3.13, fwalk is recursive.
-        raise OSError(errno.ELOOP, "has too deeply nested folders") from None
+    for path, _, files, inside in os.fwalk(".", dir_fd=folder):
+        if mount_identity(inside) != home:
+            raise OSError(errno.EXDEV, "another file system is mounted here", path)
+        for name in files:
+            with suppress(FileNotFoundError):
+                facts = os.stat(name, dir_fd=inside, follow_symlinks=False)
+                total += facts.st_blocks * 512 if facts.st_nlink == 1 else 0
     return total
 
 

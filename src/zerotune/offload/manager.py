@@ -18,7 +18,6 @@ from zerotune.decisions import Decision, announce
 from zerotune.errors import OffloadError
 from zerotune.offload.cleaning import Cleaner, cleanup_stale_swap
 from zerotune.offload.lease import (
-    LeaseRecord,
     SwapDirectory,
     abandon,
     deleted_under,
@@ -26,6 +25,7 @@ from zerotune.offload.lease import (
     release,
     require_locks,
 )
+from zerotune.offload.record import LeaseRecord
 from zerotune.offload.root import (
     RootChoice,
     Roots,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -12,11 +11,10 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import attrs
 
-from zerotune._util.proc import filesystem_kind, is_rotational, locality_of
+from zerotune._util.proc import filesystem_kind, locality_of
 from zerotune._util.text import format_size
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError
-from zerotune.offload.lease import making_in
 
 if TYPE_CHECKING:
     from zerotune.plan.plan import ResolvedPlan
@@ -169,17 +167,10 @@ def choose_root(
 
 # -- Whether a root can be used.
 
-PROBE_PREFIX: Final = ".zerotune-probe-"
-"""Name prefix of a short-lived test file; its creator locks the root while the file exists."""
-
 _MOST_PATH_BYTES: Final = 4096
 # "/zerotune-<28>/zero_stage_3/optimizer/rank<N>/<id>_gradient_<offset>_<length>.tensor.swp" with
 # every number as long as a 64-bit integer can be (names in DeepSpeed 0.19.8, swap_tensor/).
 _ROOM_FOR_SWAP_FILES: Final = 224
-_SPINNING: Final = (
-    "the root is on a rotating disk, but each step reads and writes tens of bytes per parameter; "
-    "measure the disk with DeepSpeed's `ds_nvme_tune`"
-)
 
 
 @attrs.frozen(kw_only=True)
@@ -194,8 +185,6 @@ class SwapRoot:
     """Free bytes that an unprivileged user may use."""
     free_inodes: int
     """Number of files that can still be created; 0 if the file system does not count them."""
-    rotational: bool | None = None
-    """Whether the root is on a rotating disk; ``None`` if unknown."""
     decisions: tuple[Decision, ...] = ()
     """Decisions about the choice of the root and about its file system."""
 
@@ -204,8 +193,7 @@ def check_root(choice: RootChoice) -> SwapRoot:
     """Create the root if it is missing, and verify that swap files can be written to it."""
     try:
         path = choice._make()
-        with making_in(path):
-            _write_probe(path)
+        _write_probe(path)
         space = os.statvfs(path)
         facts = path.stat()
     except (OSError, RuntimeError, ValueError) as error:
@@ -214,11 +202,10 @@ def check_root(choice: RootChoice) -> SwapRoot:
         # RuntimeError: a loop of symlinks (before Python 3.13); ValueError: a NUL in the path.
         reason = getattr(error, "strerror", None) or error
         raise choice._unusable(f"cannot be used ({reason})") from error
-    kind, rotational = filesystem_kind(path), is_rotational(path)
+    kind = filesystem_kind(path)
     free = space.f_bavail * space.f_frsize
     remarks: dict[str, str | None] = {
         "offload.filesystem": _about_filesystem(kind),
-        "offload.disk": _SPINNING if rotational else None,
         "offload.owner": _about_owner(facts),
     }
     return SwapRoot(
@@ -226,7 +213,6 @@ def check_root(choice: RootChoice) -> SwapRoot:
         filesystem=kind,
         free_bytes=free,
         free_inodes=space.f_favail,
-        rotational=rotational,
         decisions=(
             choice._made(path, kind, free),
             *(
@@ -240,16 +226,10 @@ def check_root(choice: RootChoice) -> SwapRoot:
 
 def _write_probe(path: Path) -> None:
     # Permission bits prove nothing: root bypasses them, read-only mounts and quotas ignore them.
-    probe = path / f"{PROBE_PREFIX}{secrets.token_hex(6)}"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(probe, flags, 0o600)
-    try:
-        if os.write(descriptor, bytes(4096)) != 4096:
+    with tempfile.TemporaryFile(dir=path, buffering=0) as probe:
+        if probe.write(bytes(4096)) != 4096:
             raise OSError("only part of a 4096-byte probe could be written")
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-        probe.unlink()
+        os.fsync(probe.fileno())
 
 
 def _about_filesystem(kind: str | None) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -12,11 +12,10 @@ import attrs
 from zerotune._util.text import format_size
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError
-from zerotune.offload.lease import FoundLease, find_lease, find_leases
+from zerotune.offload.lease import find_leases
 from zerotune.offload.root import SwapRoot, Target
 from zerotune.plan.memory.items import PHASES, Workload
 from zerotune.plan.memory.swap_files import SwapCounter, SwapFiles
-from zerotune.plan.resolve.sizes import SMALLEST_SWAP_BYTES
 
 if TYPE_CHECKING:
     from zerotune.plan.plan import ResolvedPlan
@@ -138,73 +137,6 @@ def _still_to_come(root: Path, run_id: str) -> int:
         lease.still_to_come
         for lease in find_leases(root)
         if lease.state != "stale" and lease.run_id != run_id
-    )
-
-
-# -- Disk space during a run.
-
-
-class SpaceWatch:
-    """Watches whether the disk has room for the swap files that a run must still create.
-
-    DeepSpeed creates its swap files during the first steps, and then rewrites the same blocks. If
-    another program fills the disk during the first steps, a failed write ends the process with
-    SIGABRT.
-
-    Args:
-        folders: Swap folders of the run.
-    """
-
-    def __init__(self, folders: Iterable[Path]) -> None:
-        self._sizes: dict[Path, int | None] = dict.fromkeys(folders)
-
-    def shortage(self, *, stepped: bool) -> str | None:
-        """Describe the missing disk space; ``None`` if the space suffices or the need is unknown.
-
-        Args:
-            stepped: Whether an optimizer step was applied since the last call.
-        """
-        disks: dict[int, list[FoundLease]] = {}
-        for folder, before in list(self._sizes.items()):
-            lease = find_lease(folder)
-            if lease is None or not lease.reserved or (stepped and lease.size == before):
-                # If a step has not grown the folder, all swap files exist.
-                del self._sizes[folder]
-                continue
-            self._sizes[folder] = lease.size
-            disks.setdefault(folder.stat().st_dev, []).append(lease)
-        shortages = (_shortage_on(leases) for leases in disks.values())
-        return next((text for text in shortages if text is not None), None)
-
-
-def _shortage_on(leases: Sequence[FoundLease]) -> str | None:
-    root = leases[0].path.parent
-    space = os.statvfs(root)
-    roots = dict.fromkeys(lease.path.parent for lease in leases)
-    return tell_shortage(
-        root,
-        free=space.f_bavail * space.f_frsize,
-        own=sum(lease.still_to_come for lease in leases),
-        others=sum(_still_to_come(folder, leases[0].run_id) for folder in roots),
-    )
-
-
-def tell_shortage(root: Path, *, free: int, own: int, others: int) -> str | None:
-    """Describe the missing space on a disk; ``None`` if the space suffices.
-
-    Args:
-        root: Swap root on the disk.
-        free: Free bytes on the disk.
-        own: Bytes that this run must still write.
-        others: Bytes that other runs have reserved.
-    """
-    # No swap file is smaller: a smaller rest is unaligned ends, which stay in memory.
-    if own < SMALLEST_SWAP_BYTES or own + others <= free:
-        return None
-    taken = f", of which other runs have reserved {format_size(others)}" if others else ""
-    return (
-        f"another program used up the swap disk of {root}: only {format_size(free)} ({free} "
-        f"bytes) are free{taken}, but this run must still write {format_size(own)}"
     )
 
 

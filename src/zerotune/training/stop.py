@@ -21,14 +21,12 @@ from zerotune.checkpoint.folders import step_folder
 from zerotune.decisions import Decision, announce
 from zerotune.errors import DataError, InvalidValueError
 from zerotune.offload.lease import give_back, holds_folders
-from zerotune.offload.space import SpaceWatch
 from zerotune.training.events import Callback
 from zerotune.training.save import is_saved
 
 if TYPE_CHECKING:
     from zerotune.backend.distributed import ProcessGroup
     from zerotune.backend.engine import Engine
-    from zerotune.training.events import StepMetrics
     from zerotune.training.view import RunView
 
 
@@ -133,36 +131,6 @@ def with_signals(callbacks: tuple[Callback, ...]) -> tuple[Callback, ...]:
     if any(isinstance(callback, StopOnSignals) for callback in callbacks):
         return callbacks
     return (*callbacks, StopOnSignals())
-
-
-class StopBeforeDiskFills(Callback):
-    """Callback that stops a run before other programs fill its swap disk.
-
-    If the callback stops the run, every checkpoint callback saves once, and ``report.stopped``
-    gives the free and the required bytes. Every trainer whose plan swaps to disk has this callback.
-
-    Args:
-        folders: Swap folders of the run.
-    """
-
-    def __init__(self, folders: Iterable[Path]) -> None:
-        self._watch = SpaceWatch(folders)
-
-    def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:  # noqa: ARG002
-        """Check the disk before the first step, which writes the most bytes."""
-        self._look(trainer, stepped=False)
-
-    def on_step_end(self, trainer: RunView, metrics: StepMetrics) -> None:
-        """Check the disk until all swap files are written."""
-        self._look(trainer, stepped=metrics.applied)
-
-    def _look(self, trainer: RunView, *, stepped: bool) -> None:
-        # The ranks of a machine share its disk.
-        if trainer.engine.group.local_rank != 0:
-            return
-        shortage = self._watch.shortage(stepped=stepped)
-        if shortage is not None:
-            trainer.request_stop(shortage)
 
 
 # -- Goals and requests.

@@ -56,7 +56,7 @@ from zerotune.training.report import Record, Report
 from zerotune.training.save import resumed, rolled_back, seed_everything, trainer_state
 from zerotune.training.setup import PlanSource, prepare
 from zerotune.training.step import NonFinite, NonFinitePolicy, RaiseNonFinite, StepClock, TrainStep
-from zerotune.training.stop import Goal, StopBeforeDiskFills, Stopping, with_signals
+from zerotune.training.stop import Goal, Stopping, with_signals
 from zerotune.training.validate import draw
 from zerotune.training.view import RunView, SampleOptions
 from zerotune.training.watchdog import Watchdog
@@ -618,12 +618,10 @@ class Running:
         )
         """Decisions of the setup."""
         watchdog = options.get("watchdog", True)
-        folders = [folder for folder in engine.plan.nvme_paths.values() if folder is not None]
         around = (
             Watchdog() if watchdog is True else watchdog or None,
             None if compiled is None else _CompileCheck(),
             _GroupStops() if any(group.until for group in _groups_of(engine)) else None,
-            StopBeforeDiskFills(Path(folder) for folder in folders) if folders else None,
         )
         self.callbacks: tuple[Callback, ...] = tuple(one for one in around if one is not None)
         """Callbacks that belong to the setup."""
