@@ -225,7 +225,7 @@ class TestOutput:
             versions={"torch": "2.9.0"},
             decisions=(warning,),
         )
-        checkup(described)._print()
+        doctor.page(checkup(described).to_dict()).print()
         return capsys.readouterr().out
 
     def test_output_to_a_file_is_plain(self, printed):
@@ -237,20 +237,19 @@ class TestOutput:
 
     def test_every_fact_has_its_line(self, printed):
         for line in [
-            "device 1        Synthetic CUDA device, 24.00 GiB, capability 8.9",
-            "RAM             64.00 GiB, 32.00 GiB available",
-            "container limit 32.00 GiB",
-            "lockable        8.00 MiB",
-            "torch           2.9.0",
-            "deepspeed       not installed",
-            "c++             12.2.0 (/usr/bin/c++)",
-            "nvcc            absent",
-            "libaio          header found, library absent",
-            "cpu_adam        built      AdamW under offload",
-            "async_io        blocked    offload to NVMe",
-            "                           the library of libaio is missing",
-            "                           fix: install libaio-dev",
-            "warning         platform.accelerator: 'cuda' -> 'cpu' (a reason",
+            "devices.1.name           Synthetic CUDA device",
+            "devices.1.total_memory   24.00 GiB",
+            "host_memory.available    32.00 GiB",
+            "host_memory.cgroup_limit 32.00 GiB",
+            "memlock_limit            8.00 MiB",
+            "versions.torch           2.9.0",
+            "cxx.path           /usr/bin/c++",
+            "nvcc               none",
+            "libaio.library     False",
+            "ops_folder         none",
+            "cpu_adam           built      AdamW under offload",
+            "async_io           blocked    offload to NVMe; the library of libaio is missing",
+            "warning            platform.accelerator: 'cuda' -> 'cpu' (a reason",
         ]:
             assert f"  {line}" in printed
 

@@ -49,8 +49,8 @@ def test_a_cpu_proves_its_fast_paths_and_engines_report_it(cache: Path) -> None:
     assert (found.error, found.failed) == (None, ()), found
     assert list(found.checks) == list(proving.CHECKS)
     assert [path.suffix for path in (cache / "zerotune" / "proofs").iterdir()] == [".json"]
-    rows = dict(doctor._proof_rows(detect_platform(log=False)))
-    assert "training uses host memory" in rows["host engine"]
+    shown = doctor.Checkup.of(detect_platform(log=False)).to_dict()["proof"]
+    assert "training uses host memory" in shown["unproven"]["host engine"]
     (text,) = run_ranks(explained, env={"XDG_CACHE_HOME": str(cache)})
     assert "proof: unset -> " in text
     assert f"{len(proving.CHECKS)} checks in" in text

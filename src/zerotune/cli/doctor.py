@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Mapping
 from contextlib import redirect_stdout
 from typing import Any, Final
 
@@ -19,12 +19,12 @@ from zerotune.backend.ops import OpStatus, build_op, check_op_name, op_report
 from zerotune.cli import print_json
 from zerotune.errors import PlatformError, ZeroTuneError
 from zerotune.plan.memory.rates import RATE_NAMES, known_rates
+from zerotune.plan.section import leaves
 from zerotune.platform import Platform, detect_platform
 from zerotune.platform.toolchain import Toolchain, detect_toolchain
 
-_PACKAGES: Final = ("python", "torch", "deepspeed", "accelerate", "diffusers")
-_USABLE, _UNUSABLE = ("built", "installed"), ("blocked", "locked")
-_LABEL_CHARACTERS: Final = 15
+_BYTES: Final = ("total", "available", "limit", "cgroup_limit", "memlock_limit", "total_memory")
+_STYLES: Final = {"built": "good", "installed": "good", "blocked": "bad", "locked": "bad"}
 _FLAGS: Final = {
     "json": "print everything as JSON",
     "prove": "compare the fast paths with DeepSpeed's own step; a device uses them only after that",
@@ -68,8 +68,7 @@ class Checkup:
         """The result of the checkup in one line."""
         support = self.platform.deepspeed
         if not support.available:
-            advice = "" if support.fix is None else f" Fix: {support.fix}."
-            return f"DeepSpeed does not run here: {support.reason}.{advice}"
+            return f"DeepSpeed does not run here: {PlatformError(support.reason, support.fix)}"
         if self._cpu_adam is not None:
             why = f"cpu_adam: {self._cpu_adam.cause}."
             return f"{support.reason}, but the optimizer cannot be offloaded: {why}"
@@ -85,62 +84,60 @@ class Checkup:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all properties as JSON-compatible values."""
-        data = attrs.asdict(self)
-        host = self.platform.host_memory
-        data["platform"]["host_memory"]["limit"] = host.limit
-        data["platform"]["deepspeed"]["environment"] = self.platform.deepspeed.environment
+        data, here, rates = attrs.asdict(self), self.platform, known_rates(self.platform)
+        data["platform"]["host_memory"]["limit"] = here.host_memory.limit
+        data["platform"]["deepspeed"]["environment"] = here.deepspeed.environment
+        for each, decision in zip(data["platform"]["decisions"], here.decisions, strict=True):
+            each["text"] = str(decision)
         data["verdict"] = {"healthy": self.healthy, "text": self.verdict}
-        return data
-
-    def _print(self) -> None:
-        platform = self.platform
-        sections: dict[str, Table] = {
-            "Platform": _table(_platform_rows(platform)),
-            "Memory": _table(_memory_rows(platform)),
-            "Versions": _table(
-                (name, platform.versions.get(name, "not installed")) for name in _PACKAGES
-            ),
-            "Toolchain": _table(_toolchain_rows(self.toolchain, self.ops_folder)),
-            "Ops": _ops_table(self.ops),
-            "Fast paths": _table(_proof_rows(platform)),
-            "Decisions": _table((one.severity, str(one)) for one in platform.decisions),
-        }
-        blocks: list[Block] = []
-        for title, table in sections.items():
-            if table.rows:
-                blocks += [Line(title, style="title"), table, Line("")]
-        style = "passed" if self.healthy else "failed"
-        Page(blocks=(*blocks, Line(f"Verdict: {self.verdict}", style=style))).print()
+        speeds = {name: (getattr(rates, name), rates.source(name)) for name in RATE_NAMES}
+        by_name = {name: {"per_second": rate, "source": of} for name, (rate, of) in speeds.items()}
+        return {**data, "rates": {"origin": rates.origin, **by_name}, "proof": _proof_data(here)}
 
 
-def _platform_rows(here: Platform) -> Iterator[tuple[str, str]]:
-    yield "system", f"{here.system} {here.machine}, {here.processor}".rstrip(", ")
-    cores = f"{here.physical_cores} physical, {here.logical_cores} logical"
-    yield "cores", f"{cores}, {here.usable_cores} usable"
-    yield "accelerator", here.accelerator
-    for index, device in enumerate(here.devices):
-        version = ".".join(map(str, device.capability or ()))
-        capability = f", capability {version}" if version else ""
-        yield f"device {index}", f"{device.name}, {format_size(device.total_memory)}{capability}"
-    yield "precision", ", ".join(("bf16",) * here.bf16 + ("fp16",) * here.fp16 + ("fp32",))
-    yield "torch built for", here.torch_build or "unknown"
+def _proof_data(platform: Platform) -> dict[str, Any]:
+    if "torch" not in platform.versions:
+        return {}
+    kind = platform.accelerator
+    proof = backend.load_proof(backend.Combination.here(kind))
+    unproven = {path: backend.why_unproven(path, accelerator=kind) for path in backend.PATHS}
+    data = {"problem": proof} if isinstance(proof, str) else proof.to_dict()
+    return {**data, "unproven": {path: why for path, why in unproven.items() if why is not None}}
 
 
-def _memory_rows(here: Platform) -> Iterator[tuple[str, str]]:
-    memory = here.host_memory
-    yield "RAM", f"{format_size(memory.total)}, {format_size(memory.available)} available"
-    for name, limit in (("container limit", memory.cgroup_limit), ("lockable", here.memlock_limit)):
-        yield name, "no limit" if limit is None else format_size(limit)
+def page(data: Mapping[str, Any]) -> Page:
+    """Return a report of ``Checkup.to_dict``."""
+    platform = {**data["platform"], "devices": dict(enumerate(data["platform"]["devices"]))}
+    decisions, _ = platform.pop("decisions"), platform.pop("deepspeed")
+    proof, paths = data["proof"], backend.PATHS if data["proof"] else ()
+    tools = {**data["toolchain"], "ops_folder": data["ops_folder"]}
+    sections: dict[str, list[Row]] = {
+        "Platform": [(path, _words(path, value)) for path, value in leaves(platform)],
+        "Toolchain": [(path, _words(path, value)) for path, value in leaves(tools)],
+        "Ops": [_op_row(op) for op in data["ops"]],
+        "Fast paths": [(path, proof["unproven"].get(path, "proven")) for path in paths],
+        "Decisions": [(one["severity"], one["text"]) for one in decisions],
+    }
+    blocks: list[Block] = []
+    for title, rows in sections.items():
+        table = Table(
+            rows=tuple(rows), widths=(18, 10), gap=1, style=lambda row: _STYLES.get(row[1], "")
+        )
+        blocks += [Line(title, style="title"), table, Line("")] if rows else []
+    verdict = data["verdict"]
+    style = "passed" if verdict["healthy"] else "failed"
+    return Page(blocks=(*blocks, Line(f"Verdict: {verdict['text']}", style=style)))
 
 
-def _toolchain_rows(here: Toolchain, ops: str | None) -> Iterator[tuple[str, str]]:
-    words = {True: "found", False: "absent", None: "unknown"}
-    for name, tool in (("c++", here.cxx), ("ninja", here.ninja), ("nvcc", here.nvcc)):
-        yield name, f"{tool.version or 'does not run'} ({tool.path})" if tool else "absent"
-    yield "Python.h", words[here.python_headers]
-    yield "libaio", f"header {words[here.libaio.header]}, library {words[here.libaio.library]}"
-    if ops:
-        yield "ops", ops
+def _words(path: str, value: Any) -> str:
+    if value in (None, {}):
+        return "none"
+    return format_size(value) if path.rpartition(".")[2] in _BYTES else str(value)
+
+
+def _op_row(op: Mapping[str, Any]) -> Row:
+    about = [op["purpose"], op["cause"], op["fix"] and f"fix: {op['fix']}"]
+    return op["name"], op["state"], "; ".join(filter(None, about))
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -170,14 +167,11 @@ def run(arguments: argparse.Namespace) -> int:
             _build(arguments.build, platform)
         proven = _prove(platform) if arguments.prove else True
         checkup = Checkup.of(platform)
+        data = checkup.to_dict()
     if arguments.json:
-        rates = known_rates(platform)
-        told = {name: (getattr(rates, name), rates.source(name)) for name in RATE_NAMES}
-        by_name = {name: {"per_second": rate, "source": of} for name, (rate, of) in told.items()}
-        more = {"rates": {"origin": rates.origin, **by_name}, "proof": _proof_data(platform)}
-        print_json(checkup.to_dict() | more)
+        print_json(data)
     else:
-        checkup._print()
+        page(data).print()
     return 0 if checkup.healthy and proven else 1
 
 
@@ -204,38 +198,3 @@ def _prove(platform: Platform) -> bool:
     if kept and proof.failed:
         sys.stderr.write(f"report this failure with the file {kept}\n")
     return not proof.failed
-
-
-def _proof_data(platform: Platform) -> dict[str, Any]:
-    if "torch" not in platform.versions:
-        return {}
-    kind = platform.accelerator
-    proof = backend.load_proof(backend.Combination.here(kind))
-    unproven = {path: backend.why_unproven(path, accelerator=kind) for path in backend.PATHS}
-    data = {"problem": proof} if isinstance(proof, str) else proof.to_dict()
-    return {**data, "unproven": {path: why for path, why in unproven.items() if why is not None}}
-
-
-def _proof_rows(platform: Platform) -> Iterator[tuple[str, str]]:
-    data = _proof_data(platform)
-    if "problem" in data:
-        yield "proof", next(iter(data["unproven"].values()))
-    elif data:
-        yield from ((path, data["unproven"].get(path, "proven")) for path in backend.PATHS)
-
-
-def _table(rows: Iterable[tuple[str, str]]) -> Table:
-    return Table(rows=tuple(rows), widths=(_LABEL_CHARACTERS,), gap=1)
-
-
-def _ops_table(ops: Iterable[OpStatus]) -> Table:
-    rows: list[tuple[str, str, str]] = []
-    for op in ops:
-        rows.append((op.name, op.state, op.purpose))
-        rows += [("", "", why) for why in (op.cause, op.fix and f"fix: {op.fix}") if why]
-    widths = (_LABEL_CHARACTERS, 10)
-    return Table(rows=tuple(rows), widths=widths, gap=1, style=_style_of)
-
-
-def _style_of(row: Row) -> str:
-    return "bad" if row[1] in _UNUSABLE else "good" if row[1] in _USABLE else ""
