@@ -33,6 +33,17 @@ def test_a_plan_that_is_not_resolved_is_refused():
         OptimizerResolver().resolve(DeepSpeedPlan.build(stage=2))
 
 
+def test_the_explanation_names_class_arguments_and_decisions(make_plan):
+    plan = make_plan("AdamW", {"lr": "auto"}, run=RunFacts(lr=3e-4))
+    text = OptimizerResolver.explain(plan)
+    optimizer, scheduler = text.splitlines()[1:3]
+    assert optimizer.startswith("  optimizer       AdamW(lr=0.0003, ")
+    assert optimizer.endswith(f"run by {plan.optimizer.implementation}")
+    assert scheduler.endswith("the learning rate is constant")
+    assert "optimizer.params.lr: 'auto' -> 0.0003" in text
+    assert "zero_optimization" not in text
+
+
 # --- the class that updates -------------------------------------------------------------------
 
 

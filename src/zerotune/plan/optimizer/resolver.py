@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
+from zerotune._util.table import page_of
 from zerotune.decisions import announce
 from zerotune.errors import UnresolvedPlanError
 from zerotune.plan.context import Context
 from zerotune.plan.optimizer.capability import Capability, Situation, capability_of
 from zerotune.plan.optimizer.catalogue import OPTIMIZERS
-from zerotune.plan.optimizer.choose import Chosen, choose, require_startable
+from zerotune.plan.optimizer.choose import BY_CHOICE, Chosen, choose, require_startable
 from zerotune.plan.optimizer.curves import ScheduleCurve, plot_curve, schedule_curve
 from zerotune.plan.optimizer.groups import ParameterGroups
 from zerotune.plan.optimizer.names import normalise_optimizer_name
@@ -94,6 +95,19 @@ class OptimizerResolver:
         require_startable(chosen.optimizer, chosen.scheduler)
         announce(chosen.decisions)
         return resolved.with_choice(chosen)
+
+    @staticmethod
+    def explain(resolved: Resolved) -> str:
+        """Describe how optimizer and schedule of a plan were chosen: classes, arguments, decisions.
+
+        Args:
+            resolved: The plan.
+        """
+        decisions = tuple(one for one in resolved.decisions if one.rule == BY_CHOICE)
+        chosen = Chosen(
+            optimizer=resolved.optimizer, scheduler=resolved.scheduler, decisions=decisions
+        )
+        return page_of(chosen).text()
 
     def schedule_curve(self, resolved: Resolved, *, steps: int | None = None) -> ScheduleCurve:
         """Return the learning rate of every optimizer step, without training.

@@ -10,6 +10,8 @@ from zerotune._util.text import counted, format_size
 from zerotune.decisions import SEVERITIES, Decision, worst_first
 from zerotune.errors import UNSET
 from zerotune.plan.context import Context, MastersName
+from zerotune.plan.optimizer.choices import OptimizerChoice, SchedulerChoice
+from zerotune.plan.optimizer.choose import Chosen
 from zerotune.plan.resolved import Resolved
 from zerotune.plan.rules.table import check_plan
 from zerotune.plan.section import value_at
@@ -20,6 +22,7 @@ from zerotune.platform.facts import Platform
 Data = Mapping[str, Any]
 
 _LABEL_WIDTH: Final = 15
+_CONSTANT: Final = "none; the learning rate is constant"
 _PARTITIONED: Final[Mapping[Any, str]] = {
     0: "nothing is partitioned; every rank holds everything",
     1: "optimizer states and master weights are partitioned over the ranks",
@@ -83,8 +86,7 @@ def resolved_data(
         resolved: The plan.
         decisions: Decisions to list; by default those of the plan.
     """
-    choice, schedule, model = resolved.optimizer, resolved.scheduler, resolved.model
-    streaming, update = resolved.streaming, resolved.update
+    model, streaming, update = resolved.model, resolved.streaming, resolved.update
     decisions = resolved.decisions if decisions is None else decisions
     return {
         "source": resolved.requested.source,
@@ -93,12 +95,7 @@ def resolved_data(
         **{name: getattr(resolved, name) for name in _RESOLVED},
         "streamed": streaming and {"window": streaming.window, "memory": streaming.memory},
         "masters": update and update.masters,
-        "optimizer": {
-            "name": choice.name,
-            "params": plain_value(choice.params),
-            "implementation": choice.implementation,
-        },
-        "scheduler": schedule and {"name": schedule.name, "params": plain_value(schedule.params)},
+        **_choice_data(resolved.optimizer, resolved.scheduler),
         "model": model
         and {
             "name": model.name,
@@ -107,6 +104,24 @@ def resolved_data(
             "parameters": len(model.parameters),
         },
         "decisions": _decisions_data(decisions, resolved.requested),
+    }
+
+
+def chosen_data(chosen: Chosen) -> dict[str, Any]:
+    """Return a choice of optimizer and schedule as a JSON-serialisable dict."""
+    choice = _choice_data(chosen.optimizer, chosen.scheduler)
+    return {**choice, "decisions": _decisions_data(chosen.decisions, Settings())}
+
+
+def _choice_data(optimizer: OptimizerChoice, scheduler: SchedulerChoice | None) -> dict[str, Any]:
+    return {
+        "optimizer": {
+            "name": optimizer.name,
+            "params": plain_value(optimizer.params),
+            "implementation": optimizer.implementation,
+        },
+        "scheduler": scheduler
+        and {"name": scheduler.name, "params": plain_value(scheduler.params)},
     }
 
 
@@ -206,6 +221,13 @@ def resolved_page(data: Data) -> Page:
     return Page(title=title, blocks=(_settings_table(data), *_decision_lines(data)))
 
 
+def chosen_page(data: Data) -> Page:
+    """Return a report of ``chosen_data``: optimizer and schedule, and the decisions behind them."""
+    rows = tuple((name, _call(data[name], _CONSTANT)) for name in ("optimizer", "scheduler"))
+    table = Table(rows=rows, widths=(_LABEL_WIDTH,), gap=1)
+    return Page(title="Optimizer and schedule", blocks=(table, *_decision_lines(data)))
+
+
 def running_page(data: Data) -> Page:
     """Return a short report of ``resolved_data`` for a running plan: settings and warnings."""
     shown = [one for one in data["decisions"] if one["kind"] in ("changed", "chosen")]
@@ -238,7 +260,7 @@ def _settings_table(data: Data) -> Table:
         "batch": (batch if train is None else f"{train} = {batch}").rstrip(),
         "clipping": clipping if data["gradient_clipping"] != 0 else "off",
         "optimizer": _call(data["optimizer"], "AdamW, zerotune's default"),
-        "scheduler": _call(data["scheduler"], "none; the learning rate is constant"),
+        "scheduler": _call(data["scheduler"], _CONSTANT),
         "model": data.get("model") and _model(data["model"]),
     }
     shown = tuple((label, value) for label, value in rows.items() if value)
@@ -316,4 +338,5 @@ def describe_plan(plan: Settings) -> str:
 brief_of.register(Settings, describe_plan)
 brief_of.register(Resolved, lambda one: f"{describe(one)}; {len(one.decisions)} decisions")
 page_of.register(Settings, lambda plan: plan_page(plan_data(plan)))
+page_of.register(Chosen, lambda chosen: chosen_page(chosen_data(chosen)))
 page_of.register(Resolved, lambda resolved: resolved_page(resolved_data(resolved)))
