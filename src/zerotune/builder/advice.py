@@ -107,26 +107,23 @@ def _advice_kwargs(state: FormState) -> dict[str, Any]:
 def _remedy_data(remedy: Remedy, state: FormState) -> dict[str, Any]:
     """Return a remedy and its form; a remedy that streams weights has no form."""
     settings = dict(remedy.settings)
-    label, gain = remedy.what, remedy.gain
     if settings.pop("streamed", False):
         about = ", ".join(f"{name}={value!r}" for name, value in remedy.settings.items())
-        words = f"{label} ({about}), only possible in a training script"
-        return {"label": f"{words}{f': {gain}' if gain else ''}", "fits": False, "state": None}
-    optimizer = settings.pop("optimizer", None)
-    config = state.config
+        label = f"{remedy.what} ({about}), only possible in a training script: {remedy.gain}"
+        return {"label": label, "fits": False, "state": None}
+    config, optimizer = state.config, settings.pop("optimizer", None)
     if optimizer is not None:
         section = config.get("optimizer")
         kept = section if isinstance(section, dict) else {}
         config = {**config, "optimizer": {**kept, "type": optimizer}}
         label = f"Use the optimizer {optimizer}"
-    elif "lora" in settings:
+    else:
         base = settings.get("base_dtype")
         beside = f", with the base model in {base}" if base else ""
         label = f"Train LoRA adapters of rank {settings['lora']} instead{beside}"
-        gain = f"fits: {gain}"
     remedy_form = attrs.evolve(state, config=config, setup={**state.setup, **settings})
-    fits = "lora" in remedy.settings
-    return {"label": label, "gain": gain, "fits": fits, "state": remedy_form.data()}
+    gain = f"fits: {remedy.gain}"
+    return {"label": label, "gain": gain, "fits": True, "state": remedy_form.data()}
 
 
 def _candidate_form(

@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except ZeroTuneError as error:
         for each in error.each():
-            option = f"--{each.key}".replace("_", "-")
+            option = f"--{each.key}".removesuffix(".type").replace("_", "-")
             given = any(argument.partition("=")[0] == option for argument in argv)
             shown = (each.called(option) if given else each).in_shell()
             complain(" ".join(str(shown).split()))

@@ -37,7 +37,6 @@ from zerotune.cli.plan import (
 )
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, NothingFitsError
-from zerotune.plan.candidates import PREFERENCES
 from zerotune.plan.charts import plot_memory
 from zerotune.plan.optimizer.names import parse_optimizer_name
 from zerotune.plan.plan import Advice, DeepSpeedPlan, MemoryEstimate
@@ -243,14 +242,6 @@ def _configure_advise(parser: argparse.ArgumentParser) -> None:
     add_machine(parser)
     add_training(parser)
     parser.add_argument(
-        "--prefer",
-        type=lambda text: text.replace("-", " "),
-        choices=PREFERENCES,
-        default=PREFERENCES[0],
-        metavar=f"{{{','.join(each.replace(' ', '-') for each in PREFERENCES)}}}",
-        help="how to choose among the plans that fit; default: by predicted seconds per step",
-    )
-    parser.add_argument(
         "--streamed",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -284,7 +275,6 @@ def _advise(arguments: argparse.Namespace) -> int:
             base_dtype=arguments.base_dtype,
             gradient_clipping=arguments.gradient_clipping,
             optimizer=optimizer,
-            prefer=arguments.prefer,
             streamed=arguments.streamed,
             update=arguments.update,
         )

@@ -11,15 +11,12 @@ from zerotune._util.text import is_number, parse_size
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, OptimizerError, PlanConflictError
 from zerotune.plan.candidates import (
-    PREFERENCES,
     Budget,
     Candidate,
-    Preference,
     Request,
     laid_out,
     machine_needs,
     search,
-    without_clipping,
 )
 from zerotune.plan.context import Context, DeviceUpdate, Streaming, UpdateName
 from zerotune.plan.facts import ModelFacts
@@ -115,15 +112,10 @@ def advise(
     nvme: int | str,
     reserve: float,
     rates: Rates | None,
-    prefer: Preference,
     streamed: bool,
     update: UpdateName | DeviceUpdate | None,
 ) -> Advised:
     """Choose a plan as ``DeepSpeedPlan.advise`` does."""
-    if prefer not in PREFERENCES:
-        raise InvalidValueError(
-            "is not a known preference", 'write "fastest" or "least offload"', "prefer", prefer
-        )
     device = None if vram is None else parse_size(vram, key="vram")
     host = None if ram is None else parse_size(ram, key="ram")
     platform = _machine(context, device, host)
@@ -136,7 +128,6 @@ def advise(
         workload=workload,
         plan=plan,
         rates=known_rates(platform) if rates is None else rates,
-        prefer=prefer,
         # Such an optimizer is a request for streamed weights.
         streamed=streamed or entry_of(plan.optimizer_name).must_stream,
         asked=plan.optimizer_name or DEFAULT_OPTIMIZER,
@@ -183,12 +174,12 @@ def _choose(request: Request) -> Advised:
         raise nothing_fits(request, candidates)
     timed = [one.time.expected for one in fitting if one.time is not None]
     first, reason = fitting[0], "the least offload and the lowest stage that fits"
-    if request.prefer == "fastest" and len(timed) == len(fitting):
+    if len(timed) == len(fitting):
         limit = _ALIKE * min(timed)
         first = next(one for one in fitting if one.time is not None and one.time.expected <= limit)
         if first is not fitting[0]:
             reason = "predicted to be the fastest that fits"
-    reasons = (reason, *_another_optimizer(first), *without_clipping(first))
+    reasons = (reason, *_another_optimizer(first))
     if first.streamed is not None and request.platform.accelerator != "cpu":
         reasons = (*reasons, _PROVE)
     chosen = attrs.evolve(first, reasons=reasons)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
-from typing import Final, Literal, get_args
+from typing import Final
 
 import attrs
 
@@ -27,12 +27,6 @@ from zerotune.plan.sections import OffloadSection, OptimizerSection, ZeroSection
 from zerotune.plan.settings import Settings
 from zerotune.platform import Platform
 from zerotune.platform.facts import DISCRETE
-
-Preference = Literal["fastest", "least offload"]
-"""Criterion for choosing among plans that fit."""
-
-
-PREFERENCES: Final[tuple[Preference, ...]] = get_args(Preference)
 
 
 @attrs.frozen(kw_only=True)
@@ -125,7 +119,6 @@ class Layout:
     stage: int
     optimizer: str = "none"
     parameters: str = "none"
-    pinned: bool = True
     fills_device: bool = False
     """Whether as many optimizer states as fit stay on the device."""
     streams: bool = False
@@ -149,8 +142,6 @@ class Layout:
         else:
             parts = {"optimizer": self.optimizer, "parameters": self.parameters}
             words += [f"{part} {places[to]}" for part, to in parts.items() if to != "none"]
-        if not self.pinned:
-            words.append("not page-locked")
         if self.fills_device:
             words.append("as much of it on the device as fits")
         return ", ".join(words)
@@ -180,12 +171,7 @@ LEVELS: Final[tuple[tuple[Layout, ...], ...]] = (
         Layout(stage=3, optimizer="cpu"),
         Layout(stage=3, optimizer="cpu", fills_device=True),
     ),
-    (
-        Layout(stage=2, optimizer="cpu", pinned=False),
-        Layout(stage=3, optimizer="cpu", pinned=False),
-    ),
     (Layout(stage=3, optimizer="cpu", parameters="cpu"),),
-    (Layout(stage=3, optimizer="cpu", parameters="cpu", pinned=False),),
     STREAMING,
     (Layout(stage=3, optimizer="nvme"),),
     (Layout(stage=3, optimizer="nvme", parameters="cpu"),),
@@ -218,8 +204,6 @@ class Request:
     """Settings other than the layout: precision, optimizer, accumulation …"""
     rates: Rates
     """Speeds of the machine."""
-    prefer: Preference
-    """Criterion for choosing among plans that fit."""
     streamed: bool
     """Whether a plan with streamed weights may be chosen."""
     asked: str
@@ -251,7 +235,7 @@ def search(
     for name in _lean_optimizers(request) if request.streamed else ():
         if fitting:
             break
-        candidates += considered(_with_optimizer(request, name), only_streamed=True)
+        candidates += considered(with_optimizer(request, name), only_streamed=True)
         fitting = eligible(request, candidates)
     return candidates, fitting
 
@@ -265,19 +249,6 @@ def eligible(request: Request, candidates: Iterable[Candidate]) -> list[Candidat
     fitting = [one for one in fitting if one.instead_of is None] or fitting
     exact = [one for one in fitting if one.estimate.resolved.masters == "fp32"]
     return exact or fitting
-
-
-def without_clipping(candidate: Candidate) -> tuple[str, ...]:
-    """Return the step time without clipping in words, for streamed weights."""
-    time = candidate.time
-    if candidate.streamed is None or time is None or time.schedule not in ("hidden", "in turn"):
-        return ()
-    # An update on the device moves other bytes then, so its parts differ too.
-    resolved = candidate.estimate.resolved
-    plan = attrs.evolve(resolved.plan, gradient_clipping=0.0)
-    unclipped = attrs.evolve(candidate.estimate, resolved=attrs.evolve(resolved, plan=plan))
-    faster = step_time(unclipped, time.rates)
-    return (f"{faster.expected:.2f} s with gradient_clipping 0",) if faster else ()
 
 
 def considered(request: Request, *, only_streamed: bool = False) -> Iterator[Candidate]:
@@ -334,7 +305,7 @@ def _resolved(request: Request, layout: Layout) -> Resolved | None:
             raise
         if layout.on_device or from_package or asked.name == DEFAULT_OPTIMIZER:
             return None
-        return _resolved(_with_optimizer(request, DEFAULT_OPTIMIZER), layout)
+        return _resolved(with_optimizer(request, DEFAULT_OPTIMIZER), layout)
     runs = (found.streaming is not None, found.update is not None, found.masters)
     return found if runs == (layout.streams, layout.on_device, layout.masters) else None
 
@@ -394,20 +365,17 @@ def _sensible(request: Request, layout: Layout) -> bool:
         return False
     if asked.must_stream and not layout.streams:
         return False
-    # On the CPU accelerator, offload to host memory saves nothing, and nothing is page-locked.
-    if request.platform.accelerator == "cpu" and not isinstance(request.update, DeviceUpdate):
-        return layout.pinned and "cpu" not in (layout.parameters, layout.optimizer)
-    return True
+    away = {layout.parameters, layout.optimizer}
+    # On the CPU accelerator, offload to host memory saves nothing.
+    saves = request.platform.accelerator != "cpu" or isinstance(request.update, DeviceUpdate)
+    return not ("nvme" in away and not request.budget.nvme) and (saves or "cpu" not in away)
 
 
 def laid_out(request: Request, layout: Layout, *, ratio: float | None = None) -> Settings:
     """Return the requested settings with the layout's stage and offload."""
 
     def section(device: str, ratio: float | None = None) -> OffloadSection | None:
-        if device == "none":
-            return None
-        pinned = None if layout.pinned else False
-        return OffloadSection(device=device, pin_memory=pinned, ratio=ratio)
+        return None if device == "none" else OffloadSection(device=device, ratio=ratio)
 
     return attrs.evolve(
         request.plan,
@@ -451,7 +419,7 @@ def _judged(request: Request, layout: Layout, estimate: Estimate) -> Candidate:
         candidate = attrs.evolve(candidate, title=title)
     if shortfalls or candidate.streamed is None or request.streamed:
         return candidate
-    return attrs.evolve(candidate, reasons=(_OPT_IN, *without_clipping(candidate)))
+    return attrs.evolve(candidate, reasons=(_OPT_IN,))
 
 
 def _lean_optimizers(request: Request) -> list[str]:
@@ -463,7 +431,7 @@ def _lean_optimizers(request: Request) -> list[str]:
     return [entry.name for entry in sorted(lean, key=size, reverse=True)]
 
 
-def _with_optimizer(request: Request, name: str) -> Request:
+def with_optimizer(request: Request, name: str) -> Request:
     """Return the request with another optimizer, which keeps the arguments that it accepts."""
     section = request.plan.optimizer
     params = {

@@ -19,7 +19,6 @@ from zerotune.decisions import Decision, Log, announce
 from zerotune.errors import InvalidValueError, UnknownKeyError, ZeroTuneError
 from zerotune.plan import advise, read, render, resolution, write
 from zerotune.plan.advise import Advised
-from zerotune.plan.candidates import Preference
 from zerotune.plan.context import (
     Context,
     DeviceUpdate,
@@ -577,11 +576,12 @@ class DeepSpeedPlan(Settings):
         lora: int | None = None,
         base_dtype: str | None = None,
         rates: Rates | None = None,
-        prefer: Preference = "fastest",
         streamed: bool = True,
         update: UpdateName | DeviceUpdate | None = None,
     ) -> Advice:
         """Return the plan with the shortest predicted step time among those that fit the machine.
+
+        If the model's operation counts are unknown, the plan with the least offload is chosen.
 
         Args:
             model: ``ModelFacts``, a module, or the name of a family (``"sdxl"``).
@@ -610,9 +610,6 @@ class DeepSpeedPlan(Settings):
                 ``"int8"``, ``"fp8"``); by default the plan's precision.
             rates: Speeds of the machine; by default the speeds that the recipe ``measure_rates.py``
                 has stored, or catalogue values if it has not been run.
-            prefer: ``"fastest"``, or ``"least offload"`` for the least offload and the lowest stage
-                regardless of time. If the model's operation counts are unknown, the least offload
-                is chosen.
             streamed: Whether a plan with streamed weights may be chosen; such plans are always
                 listed. ``plan.resolve(streamed=advice.streamed, update=advice.update)`` runs as
                 advised. If nothing fits with the requested optimizer, one with smaller states is
@@ -652,7 +649,6 @@ class DeepSpeedPlan(Settings):
             nvme=nvme,
             reserve=reserve,
             rates=rates,
-            prefer=prefer,
             streamed=streamed,
             update=update,
         )

@@ -13,18 +13,11 @@ from zerotune.plan.candidates import (
     PLACE_WORDS,
     Candidate,
     Request,
-    considered,
-    eligible,
     machine_needs,
     search,
+    with_optimizer,
 )
 from zerotune.plan.context import DeviceUpdate
-from zerotune.plan.sections import OptimizerSection
-
-_SUGGESTED_BASE: Final = "nf4"
-
-
-_SUGGESTED_RANK: Final = 16
 
 
 def nothing_fits(request: Request, candidates: list[Candidate]) -> NothingFitsError:
@@ -47,18 +40,11 @@ def nothing_fits(request: Request, candidates: list[Candidate]) -> NothingFitsEr
         for place in nearest.shortfalls
     )
     smaller = " a smaller batch or resolution," if request.workload.batch > 1 else ""
+    remedies = [_first_that_fits(request, *each) for each in _REMEDIES.items()]
     return NothingFitsError(
         f"no plan fits; the closest ({nearest.title}) lacks {missing}",
         nearest=nearest,
-        remedies=tuple(
-            remedy
-            for remedy in (
-                _streamed_weights(request),
-                _smaller_states(request, nearest),
-                _adapters(request),
-            )
-            if remedy is not None
-        ),
+        remedies=tuple(each for each in remedies if each is not None),
         key="memory",
         value=f"{format_size(request.budget.device)} device,"
         f" {format_size(request.budget.host)} host, {format_size(request.budget.nvme)} nvme",
@@ -68,15 +54,15 @@ def nothing_fits(request: Request, candidates: list[Candidate]) -> NothingFitsEr
 
 @attrs.frozen(kw_only=True)
 class Remedy:
-    """Settings to change so that a model fits or comes closer to fitting."""
+    """Settings to change so that a model fits."""
 
     what: str
     """Effect of the settings in words (``"adapters fit"``)."""
     settings: Mapping[str, Any]
     """Arguments of ``DeepSpeedPlan.advise`` by name; ``zerotune plan advise`` has options of the
     same names."""
-    gain: str = ""
-    """Gain in words."""
+    gain: str
+    """The plan that fits, in words."""
 
     def in_python(self) -> str:
         """Return the settings as Python arguments."""
@@ -91,81 +77,78 @@ class Remedy:
         return self._sentence(" ".join(options))
 
     def _sentence(self, settings: str) -> str:
-        return f"{self.what}: {settings}" + (f", {self.gain}" if self.gain else "")
+        return f"{self.what}: {settings}, {self.gain}"
 
 
-_UNCLIPPED: Final = {"gradient_clipping": 0}
+_STREAMED: Final = {"streamed": True}
+
+
+_UNCLIPPED: Final = _STREAMED | {"gradient_clipping": 0}
 
 
 _FACTORED: Final = {"optimizer": "Adafactor"}
 
 
-_LEANER: Final[tuple[Mapping[str, Any], ...]] = (
-    {}, _UNCLIPPED, _FACTORED, _UNCLIPPED | _FACTORED,
-    _UNCLIPPED | _FACTORED | {"update": "device:stochastic"},
-)  # fmt: skip
-"""Arguments of ``advise`` with which streamed weights need less memory, the exacter first."""
+_ADAPTERS: Final = {"lora": 16}
 
 
-def _streamed_weights(request: Request) -> Remedy | None:
-    """Return a remedy with streamed weights, and with what they need beside, if one fits."""
-    for leaner in _LEANER:
-        if "update" in leaner and request.update is not None:
+_REMEDIES: Final[Mapping[str, tuple[Mapping[str, Any], ...]]] = {
+    "streamed weights fit": (
+        _STREAMED, _UNCLIPPED, _STREAMED | _FACTORED, _UNCLIPPED | _FACTORED,
+        _UNCLIPPED | _FACTORED | {"update": "device:stochastic"},
+    ),
+    "smaller optimizer states fit": ({"optimizer": "AdamWBF16States"},),
+    "adapters fit": (_ADAPTERS, _ADAPTERS | {"base_dtype": "nf4"}),
+}  # fmt: skip
+"""Arguments of ``advise`` with which a plan needs less memory; for each remedy, exacter ones
+first."""
+
+
+def _first_that_fits(
+    request: Request, what: str, tried: tuple[Mapping[str, Any], ...]
+) -> Remedy | None:
+    """Return a remedy with the first settings with which a plan fits; ``None`` if none does."""
+    own = {
+        "streamed": request.streamed,
+        "gradient_clipping": request.plan.gradient_clipping,
+        "optimizer": request.asked,
+    }
+    for settings in tried:
+        changed = _with_settings(request, settings)
+        if changed is None:
             continue
-        found = _with_settings(attrs.evolve(request, streamed=True), leaner)
-        _, fitting = search(found, only_streamed=True)
+        _, fitting = search(changed, only_streamed="streamed" in settings)
         if not fitting:
             continue
-        own = {"gradient_clipping": request.plan.gradient_clipping, "optimizer": request.asked}
-        settings: dict[str, Any] = {} if request.streamed else {"streamed": True}
-        settings |= {name: value for name, value in leaner.items() if value != own.get(name)}
-        settings |= {} if fitting[0].instead_of is None else {"optimizer": fitting[0].optimizer}
-        seconds = min((one.time.expected for one in fitting if one.time), default=None)
-        gain = "" if seconds is None else f"{seconds:.2f} s per step"
-        return Remedy(what="streamed weights fit", settings=settings, gain=gain)
+        best = min(fitting, key=lambda one: one.time.expected if one.time else 0.0)
+        replaced = {} if best.instead_of is None else {"optimizer": best.optimizer}
+        different = {name: value for name, value in settings.items() if value != own.get(name)}
+        seconds = f", {best.time.expected:.2f} s per step" if best.time else ""
+        return Remedy(what=what, settings=different | replaced, gain=f"{best.title}{seconds}")
     return None
 
 
-def _with_settings(request: Request, settings: Mapping[str, Any]) -> Request:
-    plan, name = request.plan, settings.get("optimizer", request.asked)
-    if name != request.asked:
-        plan = attrs.evolve(plan, optimizer=OptimizerSection(type=name))
-    plan = attrs.evolve(
-        plan, gradient_clipping=settings.get("gradient_clipping", plan.gradient_clipping)
-    )
-    update = DeviceUpdate.of(settings["update"]) if "update" in settings else request.update
-    return attrs.evolve(request, plan=plan, asked=name, update=update)
-
-
-def _smaller_states(request: Request, nearest: Candidate) -> Remedy | None:
-    resolved = nearest.estimate.resolved
-    adamw = resolved.plan.optimizer_name == "AdamW"
-    # The update on the device refuses the optimizer that is named below.
-    adamw = adamw and not isinstance(request.update, DeviceUpdate)
-    if "host" not in nearest.shortfalls or resolved.offload_optimizer != "cpu" or not adamw:
-        return None
-    saved = format_size(4 * request.model.trainable_numel)
-    return Remedy(
-        what="smaller optimizer states",
-        settings={"optimizer": "AdamWBF16States"},
-        gain=f"{saved} less of host memory",
-    )
-
-
-def _adapters(request: Request) -> Remedy | None:
-    """Return a remedy that trains adapters instead of the whole model, if one fits."""
-    if request.model.trainable_numel < request.model.numel:
-        return None
-    for base_dtype in (None, _SUGGESTED_BASE):
+def _with_settings(request: Request, settings: Mapping[str, Any]) -> Request | None:
+    """Return the request with other settings; ``None`` if they do not change it, or cannot."""
+    model, update = request.model, request.update
+    if "lora" in settings:
+        if model.trainable_numel < model.numel:
+            return None
         try:
-            model = request.model.with_adapters(_SUGGESTED_RANK, base_dtype=base_dtype)
+            model = model.with_adapters(settings["lora"], base_dtype=settings.get("base_dtype"))
         except InvalidValueError:  # No layer has a name that adapters target.
             return None
-        adapted = attrs.evolve(request, model=model)
-        fitting = next(iter(eligible(adapted, considered(adapted))), None)
-        if fitting is not None:
-            base = {} if base_dtype is None else {"base_dtype": base_dtype}
-            return Remedy(
-                what="adapters fit", settings={"lora": _SUGGESTED_RANK, **base}, gain=fitting.title
-            )
-    return None
+    if "update" in settings:
+        if update is not None:
+            return None
+        update = DeviceUpdate.of(settings["update"])
+    clipping = settings.get("gradient_clipping", request.plan.gradient_clipping)
+    changed = attrs.evolve(
+        request,
+        model=model,
+        plan=attrs.evolve(request.plan, gradient_clipping=clipping),
+        update=update,
+        streamed=request.streamed or "streamed" in settings,
+        asked=settings.get("optimizer", request.asked),
+    )
+    return changed if changed.asked == request.asked else with_optimizer(changed, changed.asked)

@@ -342,8 +342,6 @@ class Limits:
             ema=work.ema,
             frozen_bytes=work.frozen_bytes,
             model_in_memory=work.model_in_memory,
-            # The fastest plan would fill the device again, which has just been too small.
-            prefer="least offload",
             streamed=False,
             platform=plan.platform,
         )

@@ -22,6 +22,7 @@ from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.platform import Platform
 
 GIB = 2**30
+ON_MACHINE = [one for level in LEVELS for one in level if one.optimizer != "nvme"]
 STREAMED, SPLIT, DEVICE, DEVICE_SPLIT = (layout.title for layout in STREAMING)
 
 
@@ -63,13 +64,8 @@ def test_the_candidate_with_the_fastest_predicted_step_is_chosen():
     )
     for one in advice.candidates:
         assert one.time.seconds > 0
-    least = DeepSpeedPlan.advise("sd35-medium", rates=slow_host, prefer="least offload", **options)
-    assert least.chosen is next(one for one in least.candidates if one.fits)
-    assert "least offload" in least.chosen.reason
     assert "per step predicted" in advice.explain()
     assert advice.to_dict()["candidates"][0]["time"]["origin"] == "given"
-    with pytest.raises(InvalidValueError, match="prefer"):
-        DeepSpeedPlan.advise("sdxl", vram="8GiB", ram="64GiB", prefer="slowest")
 
 
 def test_more_offload_is_chosen_where_it_is_faster():
@@ -77,12 +73,12 @@ def test_more_offload_is_chosen_where_it_is_faster():
     even = dict.fromkeys(RATE_NAMES, 1e15)
     slow_device = Rates(**even | {"products": 1e12})
     options = {"vram": "48GiB", "ram": "512GiB", "batch": 4, "precision": "bf16"}
-    least = DeepSpeedPlan.advise("sdxl", rates=slow_device, prefer="least offload", **options)
     fastest = DeepSpeedPlan.advise("sdxl", rates=slow_device, **options)
+    least = next(one for one in fastest.candidates if one.fits)
     assert least.gradient_checkpointing
     assert not fastest.gradient_checkpointing
     assert "fastest" in fastest.chosen.reason
-    assert fastest.chosen.time.seconds < least.chosen.time.seconds
+    assert fastest.chosen.time.seconds < least.time.seconds
 
 
 def test_the_plan_resolves_to_the_estimated_layout():
@@ -106,7 +102,7 @@ def test_every_candidate_before_the_chosen_one_has_a_reason_for_rejection():
     assert all(one.fits for one in advice.runners_up)
     listed = [*map(id, advice.rejected), *map(id, advice.runners_up), id(advice.chosen)]
     assert sorted(listed) == sorted(map(id, advice.candidates))
-    exact = [one for level in LEVELS for one in level if one.masters == "fp32"]
+    exact = [one for one in ON_MACHINE if one.masters == "fp32"]
     assert len(advice.candidates) == 3 * len(exact)
 
 
@@ -137,11 +133,11 @@ def test_when_nothing_fits_the_error_names_the_nearest_candidate_and_its_shortfa
     assert error.nearest.gradient_checkpointing
     assert "provide" in error.fix
     assert error.key == "memory"
-    with pytest.raises(NothingFitsError, match=r"AdamWBF16States', 9\.56 GiB less"):
-        advise("8GiB", "24GiB")
+    with pytest.raises(NothingFitsError, match="smaller optimizer states fit: optimizer='AdamWB"):
+        advise("8GiB", "32GiB")
     with pytest.raises(NothingFitsError) as caught:
         advise("8GiB", "24GiB", optimizer="AdamWBF16States")
-    assert "AdamWBF16States" not in caught.value.fix
+    assert "smaller optimizer states" not in caught.value.fix
     with pytest.raises(NothingFitsError, match="smaller batch"):
         advise("4GiB", "128GiB", batch=64)
 
@@ -149,7 +145,7 @@ def test_when_nothing_fits_the_error_names_the_nearest_candidate_and_its_shortfa
 def test_a_model_without_known_activations_has_one_candidate_per_layout():
     facts = ModelFacts.from_shapes([("weight", (1000, 1000))])
     advice = DeepSpeedPlan.advise(facts, vram="8GiB", ram="16GiB")
-    assert len(advice.candidates) == sum(not one.streams for level in LEVELS for one in level)
+    assert len(advice.candidates) == sum(not one.streams for one in ON_MACHINE)
     assert advice.chosen.title == "no partitioning"
     assert advice.estimate.notes
 
@@ -206,13 +202,12 @@ def streamed_of(advice):
 
 
 def test_streamed_weights_are_chosen_if_they_are_the_fastest_unless_refused():
-    plain, asked = flux_on("256GiB", streamed=False), flux_on("256GiB")
+    plain, asked = flux_on("288GiB", streamed=False), flux_on("288GiB")
     assert plain.streamed is None
     assert all(one.streamed is not None for one in streamed_of(plain))
     fitting = [one for one in streamed_of(plain) if one.fits]
     offered = min(fitting, key=lambda one: one.time.expected)
     assert "streaming is off" in offered.reason
-    assert f"{offered.time.eager_seconds:.2f} s with gradient_clipping 0" in offered.reason
     assert offered.time.expected < plain.chosen.time.expected
     assert asked.chosen.title == STREAMED
     assert "doctor --prove" in asked.chosen.reason
@@ -243,7 +238,7 @@ def test_as_many_units_as_fit_stay_on_the_device():
 
 
 def test_the_error_says_when_only_streamed_weights_fit():
-    with pytest.raises(NothingFitsError, match=r"streamed=True, 1\d\.\d\d s"):
+    with pytest.raises(NothingFitsError, match=r"streamed=True, weights streamed.*, 1\d\.\d\d s"):
         flux_on("192GiB", streamed=False)
     assert flux_on("192GiB").chosen.title == STREAMED
     smaller = "AdamWBF16States"
@@ -347,14 +342,6 @@ def test_what_would_help_an_update_on_the_device_is_no_optimizer_that_it_refuses
     with pytest.raises(NothingFitsError) as caught:
         flux_on("64GiB", update="device")
     assert "AdamWBF16States" not in str(caught.value)
-
-
-@pytest.mark.parametrize("update", ["host", "device", "device:split"])
-def test_the_time_without_clipping_is_that_of_the_plan_without_clipping(update):
-    clipped = flux_on("256GiB", update=update).chosen
-    unclipped = flux_on("256GiB", update=update, gradient_clipping=0).chosen
-    assert (clipped.title, clipped.time.expected) != (unclipped.title, unclipped.time.expected)
-    assert f"{unclipped.time.expected:.2f} s with gradient_clipping 0" in clipped.reason
 
 
 def test_weights_on_the_device_are_updated_there_where_streaming_is_refused():
