@@ -159,11 +159,6 @@ RULES = [
         "Write auto",
         **scheduler("WarmupDecayLR", warmup_num_steps=10, total_num_steps=400),
     ),
-    case(
-        "scheduler-cycle",
-        "Write 5000",
-        **scheduler("OneCycle", cycle_min_lr=1e-5, cycle_max_lr=1e-4, cycle_first_step_size=8000),
-    ),
     case("nvme-path-unset", **zero(stage=3, offload_optimizer={"device": "nvme"})),
     case(
         "nvme-optimizer-buffers",
@@ -449,7 +444,7 @@ READING = [
         "Remove params.last_batch_iteration",
         **scheduler("WarmupLR", last_batch_iteration=5),
     ),
-    read(key="scheduler.params.cycle_min_lr", **scheduler("OneCycle")),
+    read("Write cosine", "Write WarmupCosineLR", **scheduler("OneCycle")),
     read("Remove communication_data_type", communication_data_type="auto"),
     read(
         *("Write 29491200", "Write auto"),

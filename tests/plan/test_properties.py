@@ -62,7 +62,7 @@ ZERO_KEYS = {
 }
 SCHEDULES = st.fixed_dictionaries(
     {
-        "type": st.sampled_from(["WarmupLR", "WarmupDecayLR", "OneCycle", "LRRangeTest", "x"]),
+        "type": st.sampled_from(["WarmupLR", "WarmupDecayLR", "cosine", "x"]),
         "params": st.dictionaries(
             st.sampled_from(
                 [

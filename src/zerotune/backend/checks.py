@@ -19,7 +19,7 @@ from zerotune.errors import (
 )
 from zerotune.plan.facts import ModelFacts, is_wrapper
 from zerotune.plan.optimizer.choices import OptimizerChoice, SchedulerChoice
-from zerotune.plan.optimizer.curves import betas_at, lr_at
+from zerotune.plan.optimizer.curves import lr_at
 from zerotune.plan.plan import ResolvedPlan
 
 if TYPE_CHECKING:
@@ -262,8 +262,6 @@ class Checks:
                 if until is not None and steps_taken >= until:
                     factor = 0.0
                 expected["lr"] = lr_at(scheduler, steps_taken, choice.lr) * factor
-                if expected.get("betas") is not None:
-                    expected["betas"] = betas_at(scheduler, steps_taken, tuple(expected["betas"]))
             for name in COMPARED_ARGUMENTS:
                 if name in expected and name in group:
                     running_value = group[name]

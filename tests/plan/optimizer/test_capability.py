@@ -79,19 +79,6 @@ def test_optimizers_with_global_statistics_cannot_run_with_sub_groups():
     assert capability("AdamWScheduleFree", stage=3).status == "cannot"
 
 
-def test_eight_bit_states_need_cuda_before_bitsandbytes_had_cpu_kernels():
-    entry = OPTIMIZERS["AdamW8bit"]
-
-    def runs(version, **situation):
-        found = Situation(versions={"bitsandbytes": version}, **situation)
-        return capability_of(entry, found).runs
-
-    for version, on_cpu in (("0.49.2", False), ("0.50.0", True)):
-        assert runs(version) is on_cpu
-        assert runs(version, accelerator="cuda", stage=2)
-        assert runs(version, accelerator="cuda", stage=2, offload="cpu") is on_cpu
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(("stage", "offload"), [(3, "none"), (3, "cpu"), (3, "nvme"), (2, "cpu")])
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))

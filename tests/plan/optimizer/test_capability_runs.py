@@ -40,7 +40,6 @@ def test_the_rules_agree_with_every_measured_cell() -> None:
             offload=offload,
             precision=precision,
             accelerator=table.accelerator,
-            versions=table.versions,
         )
         answer = capability_of(OPTIMIZERS[name], situation)
         assert answer.status == cell.outcome

@@ -121,7 +121,7 @@ def test_schedule_names_ignore_case(name):
     [
         ("torch.optim.lr_scheduler.LinearLR", "WarmupLR"),
         ("CosineAnnealingLR", "WarmupCosineLR"),
-        ("OneCycleLR", "OneCycle"),
+        ("OneCycle", "cosine"),
         ("Polynomial_LR", "WarmupDecayLR"),
     ],
 )

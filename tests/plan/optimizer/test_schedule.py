@@ -119,11 +119,6 @@ def test_an_unknown_total_length_is_an_error_that_names_the_key(schedule, name, 
     assert "RunFacts(total_steps=…)" in error.value.fix
 
 
-def test_one_cycle_requires_its_minimum(schedule):
-    with pytest.raises(OptimizerError, match=r"scheduler\.params\.cycle_min_lr"):
-        schedule("OneCycle", {"cycle_max_lr": 1e-3})
-
-
 def test_an_explicit_length_wins_over_the_run(schedule, decisions_for):
     resolution = schedule(
         "WarmupDecayLR",
@@ -137,10 +132,10 @@ def test_an_explicit_length_wins_over_the_run(schedule, decisions_for):
 
 def test_an_override_replaces_the_scheduler_type(schedule):
     resolution = schedule(
-        overrides={"scheduler.type": "LRRangeTest", "scheduler.params.lr_range_test_min_lr": 1e-6}
+        overrides={"scheduler.type": "WarmupLR", "scheduler.params.warmup_min_lr": 1e-6}
     )
-    assert resolution.scheduler.name == "LRRangeTest"
-    assert resolution.scheduler.params["lr_range_test_min_lr"] == 1e-6
+    assert resolution.scheduler.name == "WarmupLR"
+    assert resolution.scheduler.params["warmup_min_lr"] == 1e-6
 
 
 def test_a_peak_that_replaces_the_optimizers_lr_gives_a_warning(schedule, decisions_for):
@@ -181,36 +176,6 @@ class TestNoWarmUp:
         assert curve[50] == pytest.approx(1e-4 / 48)
 
 
-class TestOneCycle:
-    PARAMS = {"cycle_min_lr": 1e-5, "cycle_max_lr": 1e-4}
-
-    def test_one_cycle_is_written_with_all_its_arguments(self, schedule):
-        resolution = schedule("OneCycle", self.PARAMS)
-        assert set(resolution.scheduler.params) == {
-            "cycle_min_lr", "cycle_max_lr", "decay_lr_rate", "cycle_first_step_size",
-            "cycle_second_step_size", "cycle_first_stair_count", "cycle_second_stair_count",
-            "decay_step_size", "cycle_momentum", "cycle_min_mom", "cycle_max_mom",
-            "decay_mom_rate",
-        }  # fmt: skip
-
-    def test_replacing_the_betas_gives_a_warning(self, schedule, decisions_for):
-        (decision,) = decisions_for(schedule("OneCycle", self.PARAMS), "optimizer.params.betas")
-        assert (decision.after, decision.severity) == ((0.8, 0.99), "warning")
-        kept = schedule("OneCycle", {**self.PARAMS, "cycle_momentum": False})
-        assert decisions_for(kept, "optimizer.params.betas") == []
-
-    def test_without_betas_the_momentum_cycle_is_switched_off(self, schedule, decisions_for):
-        resolution = schedule("OneCycle", self.PARAMS, optimizer="Adagrad", arguments={"lr": 1e-2})
-        assert resolution.scheduler.params["cycle_momentum"] is False
-        (decision,) = decisions_for(resolution, "scheduler.params.cycle_momentum")
-        assert decision.severity == "note"
-
-    def test_a_decay_without_effect_gives_a_warning(self, schedule, decisions_for):
-        resolution = schedule("OneCycle", {**self.PARAMS, "decay_lr_rate": 0.1})
-        (decision,) = decisions_for(resolution, "scheduler.params.decay_lr_rate")
-        assert decision.severity == "warning"
-
-
 def test_argument_names_are_checked(schedule):
     with pytest.raises(UnknownKeyError) as error:
         schedule("WarmupLR", {"warmup_steps": 10})
@@ -230,17 +195,12 @@ def test_argument_names_are_checked(schedule):
         ("WarmupLR", {"warmup_type": "cubic"}),
         ("WarmupDecayLR", {"total_num_steps": 0}),
         ("WarmupCosineLR", {"cos_min_ratio": 2}),
-        ("OneCycle", {"cycle_first_step_size": 0}),
-        ("OneCycle", {"cycle_second_step_size": -1}),
-        ("LRRangeTest", {"lr_range_test_step_size": 0}),
-        ("LRRangeTest", {"lr_range_test_staircase": "often"}),
     ],
 )
 def test_argument_values_are_checked(schedule, name, params):
     ((key, value),) = params.items()
-    complete = TestOneCycle.PARAMS if name == "OneCycle" else {}
     with pytest.raises(InvalidValueError) as error:
-        schedule(name, {**complete, **params}, run=RunFacts(total_steps=100))
+        schedule(name, params, run=RunFacts(total_steps=100))
     assert error.value.key == f"scheduler.params.{key}"
     assert error.value.value == value
 

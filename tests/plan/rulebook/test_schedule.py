@@ -73,25 +73,6 @@ def test_scheduler_total_that_fits_or_is_unknown(total, run):
 
 
 @pytest.mark.parametrize(
-    ("params", "run", "found"),
-    [
-        ({"cycle_first_step_size": 500}, 1000, 0),
-        ({"cycle_first_step_size": 501}, 1000, 1),
-        ({"cycle_first_step_size": 900, "cycle_second_step_size": 100}, 1000, 0),
-        ({}, 3999, 1),
-        ({}, 4000, 0),
-        ({"cycle_first_step_size": "auto"}, 10, 0),
-        ({"cycle_first_step_size": 501}, None, 0),
-    ],
-)
-def test_scheduler_cycle(params, run, found):
-    config = schedule("OneCycle", **params)
-    assert len(find("scheduler-cycle", config, run=RunFacts(total_steps=run))) == found
-    other = schedule("WarmupLR", **params)
-    assert find("scheduler-cycle", other, run=RunFacts(total_steps=run)) == []
-
-
-@pytest.mark.parametrize(
     ("name", "lr", "params", "fix"),
     [
         ("WarmupDecayLR", 1e-4, {}, "write 0.0001, or 0.001"),

@@ -13,7 +13,7 @@ from zerotune.backend import low_bit as _registered  # noqa: F401
 from zerotune.backend.optimizers.classes import AdamW8BitStates, AdamWBF16States, Lamb, Lion, Muon
 from zerotune.errors import EngineError, MissingDependencyError, OptimizerError
 from zerotune.plan.optimizer.choices import OptimizerChoice, SchedulerChoice
-from zerotune.plan.optimizer.curves import betas_at, lr_at
+from zerotune.plan.optimizer.curves import lr_at
 from zerotune.plan.plan import ResolvedPlan
 
 CLASSES: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
@@ -164,7 +164,6 @@ class CurveScheduler:
         # Missing groups are reported by the engine's checks.
         self._until = [*until, *[None] * len(optimizer.param_groups)]
         self._factors = [float(group["lr"]) / base_lr for group in optimizer.param_groups]
-        self._base_betas = [group.get("betas") for group in optimizer.param_groups]
         self._steps = 0
         self._apply()
 
@@ -198,8 +197,8 @@ class CurveScheduler:
 
     def _apply(self) -> None:
         rate = lr_at(self._choice, self._steps, self._base_lr)
-        groups = zip(self._optimizer.param_groups, self._factors, self._base_betas, strict=True)
-        for (group, usual, base_betas), until in zip(groups, self._until, strict=False):
+        groups = zip(self._optimizer.param_groups, self._factors, strict=True)
+        for (group, usual), until in zip(groups, self._until, strict=False):
             stopped = until is not None and self._steps >= until
             factor = 0.0 if stopped else usual
             if until is not None:
@@ -209,8 +208,6 @@ class CurveScheduler:
                 group["lr"].fill_(rate * factor)
             else:
                 group["lr"] = rate * factor
-            if base_betas is not None:
-                group["betas"] = betas_at(self._choice, self._steps, tuple(base_betas))
 
 
 def curve(plan: ResolvedPlan) -> Callable[[torch.optim.Optimizer], CurveScheduler] | None:

@@ -8,17 +8,15 @@ test compares with runs of the real engine (``docs/results/capabilities.json``).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 from typing import Any, Final, Literal
 
 import attrs
 
-from zerotune._util.proc import installed_version
-from zerotune._util.text import release_of
 from zerotune.errors import Edits, writes
 from zerotune.plan.context import Context
-from zerotune.plan.optimizer.catalogue import ADAM
+from zerotune.plan.optimizer.catalogue import ADAM, OPTIMIZERS
 from zerotune.plan.optimizer.choices import OptimizerChoice
 from zerotune.plan.optimizer.entries import OptimizerEntry, OptimizerSource, WeightDecay
 from zerotune.plan.optimizer.names import DEFAULT_OPTIMIZER
@@ -41,8 +39,6 @@ class Situation:
     accelerator: str = "cpu"
     """DeepSpeed's name for the accelerator (``"cuda"``, ``"cpu"``, ``"xpu"``, ``"mps"``), or, with
     the plain engine, the platform's name."""
-    versions: Mapping[str, str] = attrs.field(factory=dict)
-    """Installed versions by package."""
     allow_untested: bool | None = None
     """``zero_allow_untested_optimizer`` in the configuration; ``None`` if not set."""
     force_cpu: bool | None = None
@@ -80,7 +76,6 @@ class Situation:
             offload=plan.offload_optimizer_device if sharded else "none",
             precision=precision,
             accelerator=accelerator,
-            versions=platform.versions,
             allow_untested=_switch(plan.zero_allow_untested_optimizer),
             force_cpu=_switch(plan.zero_force_ds_cpu_optimizer),
             packages=installed_packages(),
@@ -97,19 +92,6 @@ class Situation:
     def sharded(self) -> bool:
         """Whether ZeRO passes flat partitions to the optimizer."""
         return self.uses_deepspeed and self.stage >= 1
-
-    def before(self, package: str, *release: int) -> bool:
-        """Whether the installed ``package`` is older than ``release``; ``False`` if unknown.
-
-        Args:
-            package: Name of the package.
-            *release: Components of the release number, such as 0 and 19.
-        """
-        version = self.versions.get(package)
-        if version is None and package in (self.packages or ()):
-            version = installed_version(package)
-        installed = release_of(version or "")
-        return bool(installed) and installed < release
 
     def __str__(self) -> str:
         if self.by_weight:
@@ -142,80 +124,45 @@ class Situation:
             return "FusedAdam"
         return (_OFFLOADED_CLASS if self.offloaded else _RESIDENT_CLASS)[entry.name]
 
-    def _obstacles(self, entry: OptimizerEntry) -> Iterator[Capability]:
-        """Yield the reasons why the optimizer cannot run, the most important reason first."""
+    @property
+    def _circumstances(self) -> set[str]:
+        """The circumstances in ``_REFUSALS`` that hold."""
+        streams = self.uses_deepspeed and self.offload == "cpu" and self.stage in (2, 3)
+        adagrad = self.offloaded and self.accelerator not in _CPU_KERNELS["Adagrad"]
+        every = {
+            "nvme": self.offload == "nvme",
+            "not streamed": not streams,
+            "parts": self.sharded,
+            "sub-groups": self.sharded and self.stage == 3,
+            "ranks": self.sharded and self.world_size > 1,
+            "by weight": self.by_weight,
+            "no kernel": adagrad,
+        }
+        return {name for name, holds in every.items() if holds}
+
+    def _refusal(self, entry: OptimizerEntry) -> Capability | None:
+        """Return the most important reason why the optimizer cannot run; ``None`` if it can."""
         if entry.refusal is not None:
-            yield _cannot(entry.refusal, entry.instead)
+            return _cannot(entry.refusal, entry.instead)
         if (package := missing_package(entry, self.packages)) is not None:
-            yield _cannot(
+            return _cannot(
                 f"the package {package} is not installed (pip install 'zerotune[{entry.extra}]')"
             )
-        # CPU kernels came to bitsandbytes with 0.50 (its PR #1901).
-        if entry.name == "AdamW8bit" and self.before("bitsandbytes", 0, 50):
-            if self.offloaded:
-                yield _cannot(
-                    "bitsandbytes before 0.50 updates states only on the GPU, but offload "
-                    "keeps states in host memory"
-                )
-            elif self.accelerator != CUDA:
-                yield _cannot("bitsandbytes before 0.50 has kernels for CUDA only")
-        streams = self.uses_deepspeed and self.offload == "cpu" and self.stage in (2, 3)
-        if entry.must_stream and not streams:
-            yield _cannot(
-                "the optimizer works only with streamed weights, at stage 2 or 3 with CPU offload",
-                DEFAULT_OPTIMIZER if self.offload == "nvme" else "AdamW8bit",
+        here = self._circumstances
+        for each in _REFUSALS:
+            if entry.name in each.names and each.where <= here:
+                reason = each.reason.format(accelerator=self.accelerator)
+                return _cannot(reason, each.instead.format(name=entry.name), each.edits)
+        if (
+            self.sharded
+            and self.allow_untested is False
+            and implementation_of(entry, {}, self).source != "deepspeed"
+        ):
+            return _cannot(
+                "DeepSpeed has not tested the optimizer with ZeRO, and the configuration "
+                "sets zero_allow_untested_optimizer: false"
             )
-        if self.offload == "nvme" and entry.name == _BF16_STATES:
-            yield _cannot(
-                "DeepSpeed swaps states in the dtype of the fp32 master weights, so the bf16 "
-                "states would become fp32"
-            )
-        if self.offload == "nvme" and entry.name in LOW_BIT:
-            yield _cannot(
-                "DeepSpeed swaps states as if they had the weights' size and dtype; with "
-                "8-bit states on NVMe the engine ran, but the loss did not decrease",
-                f"{entry.name} with offload to the CPU",
-                edits=[{"zero_optimization.offload_optimizer.device": "cpu"}],
-            )
-        if self.sharded:
-            yield from self._obstacles_in_parts(entry)
-        if self.by_weight and (needs := _needs_all_weights(entry)) is not None:
-            yield _cannot(f"{needs}, but the update on the device passes one weight at a time")
-        has_kernel = self.accelerator in _CPU_KERNELS["Adagrad"]
-        if entry.name == "Adagrad" and self.offloaded and not has_kernel:
-            yield _cannot(
-                f"DeepSpeed has no CPU kernel for Adagrad on the {self.accelerator} accelerator"
-            )
-
-    def _obstacles_in_parts(self, entry: OptimizerEntry) -> Iterator[Capability]:
-        """Yield obstacles of optimizers that need all weights or whole matrices."""
-        if entry.name == "Prodigy" and self.world_size > 1:
-            yield _cannot(
-                "each rank would derive a different learning rate from its part of the weights",
-                "Prodigy at stage 0",
-                edits=[{"zero_optimization.stage": 0}],
-            )
-        elif entry.own_schedule and self.stage == 3:
-            swaps = self.offload == "nvme"  # Which needs stage 3.
-            yield _cannot(
-                "the optimizer keeps global values that depend on all weights, but stage 3 updates "
-                "one sub-group at a time",
-                f"{entry.name} at stage 2{' with offload to the CPU' if swaps else ''}",
-                edits=[
-                    {"zero_optimization.stage": 2}
-                    | ({"zero_optimization.offload_optimizer.device": "cpu"} if swaps else {})
-                ],
-            )
-        if entry.name == "Adafactor":
-            yield _cannot(
-                "the optimizer needs whole matrices to factor the second moment, but ZeRO "
-                "passes flat partitions"
-            )
-        if entry.name == "Lamb":
-            yield _cannot(
-                "the optimizer's trust ratio needs the norms of whole parameters, but ZeRO passes "
-                "flat partitions"
-            )
+        return None
 
     def _handed_over(self, entry: OptimizerEntry) -> Capability:
         """Return how the optimizer is passed to DeepSpeed if DeepSpeed does not build it."""
@@ -226,15 +173,10 @@ class Situation:
         reason = f"zerotune's own implementation runs: {_OWN[entry.name]}" if ours else ""
         if not self.sharded:
             return Capability(status="works with" if ours else "works", reason=reason)
-        if self.allow_untested is False:
-            return _cannot(
-                "DeepSpeed has not tested the optimizer with ZeRO, and the configuration "
-                "sets zero_allow_untested_optimizer: false"
-            )
         config: dict[str, Any] = {"zero_allow_untested_optimizer": True}
         parts = [reason, "DeepSpeed does not list the optimizer as tested with ZeRO"]
         if entry.package == "torchao.optim":
-            parts.append(TORCHAO_BLOCKS)
+            parts.append(_TORCHAO_BLOCKS)
         if self.offloaded:
             config["zero_force_ds_cpu_optimizer"] = False
             if entry.name != _BF16_STATES:
@@ -256,17 +198,6 @@ OPTIONAL_PACKAGES: Final = ("mup", "bitsandbytes", "torchao", "prodigyopt", "sch
 def installed_packages() -> frozenset[str]:
     """Return the optional packages that are installed, without importing any."""
     return frozenset(name for name in OPTIONAL_PACKAGES if find_spec(name) is not None)
-
-
-def _needs_all_weights(entry: OptimizerEntry) -> str | None:
-    """What of all weights together an optimizer needs; ``None`` if its states are per weight."""
-    if entry.own_schedule:
-        return "the optimizer keeps global values that depend on all weights"
-    if entry.package == "mup":
-        return "mup finds each weight's width by the model's own parameters"
-    if entry.name == _BF16_STATES:
-        return "the rounding of the states depends on the order of all weights"
-    return None
 
 
 CONFIGURATION_ONLY: Final = frozenset({"adam_w_mode", "torch_adam"})
@@ -389,7 +320,7 @@ class Capability:
 
 def capability_of(entry: OptimizerEntry, situation: Situation) -> Capability:
     """Return whether and how the optimizer that ``entry`` describes can run in ``situation``."""
-    answer = next(situation._obstacles(entry), None) or situation._handed_over(entry)
+    answer = situation._refusal(entry) or situation._handed_over(entry)
     if not answer.runs:
         return answer
     name = implementation_of(entry, {}, situation).implementation
@@ -402,24 +333,121 @@ def missing_package(entry: OptimizerEntry, packages: Collection[str] | None) -> 
     return package if package and packages is not None and package not in packages else None
 
 
-LOW_BIT: Final = frozenset({"AdamW8bit", "TorchAOAdamW8bit", "TorchAOAdamW4bit"})
-
-TORCHAO_BLOCKS: Final = (
+_TORCHAO_BLOCKS: Final = (
     "torchao keeps states in fp32 unless the size of the partition is a multiple of block_size; "
     "ZeRO does not ensure that, so the optimizer may save no memory"
 )
 
 
 def _cannot(
-    reason: str,
-    alternative: str | None = DEFAULT_OPTIMIZER,
-    *,
-    edits: Collection[Edits] | None = None,
+    reason: str, alternative: str | None = DEFAULT_OPTIMIZER, edits: Edits | None = None
 ) -> Capability:
-    named = writes(alternative) if alternative else ()
-    return Capability(
-        status="cannot",
-        reason=reason,
-        alternative=alternative,
-        edits=named if edits is None else tuple(edits),
-    )
+    """Return the answer that an optimizer cannot run.
+
+    Args:
+        reason: Why.
+        alternative: What can run instead.
+        edits: Settings that choose the alternative; by default its name as the optimizer.
+    """
+    mends = writes(*filter(None, [alternative])) if edits is None else (edits,)
+    return Capability(status="cannot", reason=reason, alternative=alternative, edits=mends)
+
+
+@attrs.frozen(kw_only=True)
+class _Refusal:
+    """Circumstances in which some optimizers cannot run."""
+
+    names: frozenset[str] = attrs.field(converter=frozenset[str])
+    where: frozenset[str] = attrs.field(converter=frozenset[str])
+    """Names of ``Situation._circumstances`` that must all hold."""
+    reason: str
+    instead: str = DEFAULT_OPTIMIZER
+    edits: Edits | None = None
+
+
+_STAGE: Final = "zero_optimization.stage"
+_TO_CPU: Final[Edits] = {"zero_optimization.offload_optimizer.device": "cpu"}
+_OF_ALL_WEIGHTS: Final = "the optimizer keeps global values that depend on all weights, but "
+_BY_WEIGHT: Final = "but the update on the device passes one weight at a time"
+_IN_PARTS: Final = "but ZeRO passes flat partitions"
+_GLOBAL: Final = [name for name, entry in OPTIMIZERS.items() if entry.own_schedule]
+
+_REFUSALS: Final = (
+    _Refusal(
+        names=[_8BIT_STATES],
+        where=["not streamed", "nvme"],
+        reason="the optimizer works only with streamed weights, at stage 2 or 3 with CPU offload",
+    ),
+    _Refusal(
+        names=[_8BIT_STATES],
+        where=["not streamed"],
+        reason="the optimizer works only with streamed weights, at stage 2 or 3 with CPU offload",
+        instead="AdamW8bit",
+    ),
+    _Refusal(
+        names=[_BF16_STATES],
+        where=["nvme"],
+        reason="DeepSpeed swaps states in the dtype of the fp32 master weights, so the bf16 "
+        "states would become fp32",
+    ),
+    _Refusal(
+        names=["AdamW8bit", "TorchAOAdamW8bit", "TorchAOAdamW4bit"],
+        where=["nvme"],
+        reason="DeepSpeed swaps states as if they had the weights' size and dtype; with "
+        "8-bit states on NVMe the engine ran, but the loss did not decrease",
+        instead="{name} with offload to the CPU",
+        edits=_TO_CPU,
+    ),
+    _Refusal(
+        names=["Prodigy"],
+        where=["ranks"],
+        reason="each rank would derive a different learning rate from its part of the weights",
+        instead="Prodigy at stage 0",
+        edits={_STAGE: 0},
+    ),
+    _Refusal(
+        names=_GLOBAL,
+        where=["sub-groups", "nvme"],
+        reason=f"{_OF_ALL_WEIGHTS}stage 3 updates one sub-group at a time",
+        instead="{name} at stage 2 with offload to the CPU",
+        edits={_STAGE: 2, **_TO_CPU},
+    ),
+    _Refusal(
+        names=_GLOBAL,
+        where=["sub-groups"],
+        reason=f"{_OF_ALL_WEIGHTS}stage 3 updates one sub-group at a time",
+        instead="{name} at stage 2",
+        edits={_STAGE: 2},
+    ),
+    _Refusal(
+        names=["Adafactor"],
+        where=["parts"],
+        reason=f"the optimizer needs whole matrices to factor the second moment, {_IN_PARTS}",
+    ),
+    _Refusal(
+        names=["Lamb"],
+        where=["parts"],
+        reason=f"the optimizer's trust ratio needs the norms of whole parameters, {_IN_PARTS}",
+    ),
+    _Refusal(
+        names=_GLOBAL,
+        where=["by weight"],
+        reason=f"{_OF_ALL_WEIGHTS}the update on the device passes one weight at a time",
+    ),
+    _Refusal(
+        names=[name for name, entry in OPTIMIZERS.items() if entry.package == "mup"],
+        where=["by weight"],
+        reason=f"mup finds each weight's width by the model's own parameters, {_BY_WEIGHT}",
+    ),
+    _Refusal(
+        names=[_BF16_STATES],
+        where=["by weight"],
+        reason=f"the rounding of the states depends on the order of all weights, {_BY_WEIGHT}",
+    ),
+    _Refusal(
+        names=["Adagrad"],
+        where=["no kernel"],
+        reason="DeepSpeed has no CPU kernel for Adagrad on the {accelerator} accelerator",
+    ),
+)
+"""Where optimizers cannot run, the most important reason first."""

@@ -403,10 +403,7 @@ PACKAGE_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         states=("state1", "state2"),
         fp32_per_weight=0.52,
         adam_like=True,
-        requires=(
-            "the package bitsandbytes",
-            "bitsandbytes 0.50 or later without CUDA or with offload",
-        ),
+        requires=("the package bitsandbytes",),
         package="bitsandbytes.optim",
         extra=_EXTRA,
     ),

@@ -19,9 +19,6 @@ from zerotune.errors import (
 )
 from zerotune.plan.optimizer.choices import BY_RUN, OptimizerChoice, SchedulerChoice
 
-ONE_CYCLE_BETA2: Final = 0.99
-"""Second beta that ``OneCycle`` sets on the optimizer while it cycles momentum."""
-
 
 def lr_at(choice: SchedulerChoice | None, step: int, base_lr: float) -> float:
     """Return the learning rate in ``param_groups`` during update ``step``.
@@ -35,7 +32,8 @@ def lr_at(choice: SchedulerChoice | None, step: int, base_lr: float) -> float:
     Returns:
         The learning rate, bitwise equal to the value that DeepSpeed or diffusers computes.
     """
-    _check_step(step)
+    if step < 0:
+        raise InvalidValueError("optimizer steps are counted from 0", key="step", value=step)
     if choice is None:
         return base_lr
     try:
@@ -50,35 +48,13 @@ def lr_at(choice: SchedulerChoice | None, step: int, base_lr: float) -> float:
     return curve(_Update(choice.params, step, base_lr))
 
 
-def betas_at(
-    choice: SchedulerChoice | None, step: int, betas: tuple[float, float] | None
-) -> tuple[float, float] | None:
-    """Return Adam's betas during update ``step``; only ``OneCycle`` changes them.
-
-    Args:
-        choice: The schedule; ``None`` for a constant learning rate.
-        step: 0-based number of the optimizer step.
-        betas: Betas of the optimizer; ``None`` for an optimizer without betas.
-
-    Returns:
-        The betas in ``param_groups``; ``None`` if ``betas`` is ``None``.
-    """
-    _check_step(step)
-    if choice is None or choice.name != "OneCycle" or betas is None:
-        return betas
-    update = _Update(choice.params, step)
-    if not update["cycle_momentum"]:
-        return betas
-    return update.one_cycle_momentum(), ONE_CYCLE_BETA2
-
-
 @attrs.frozen
 class _Update:
     """One update under a schedule; a missing argument raises an error that names it."""
 
     params: Mapping[str, Any]
     step: int
-    base_lr: float = math.nan
+    base_lr: float
 
     def __getitem__(self, key: str) -> Any:
         value = self.params.get(key, BY_RUN)
@@ -168,81 +144,11 @@ class _Update:
             ratio = max(0.0, floor + (1.0 - floor) * ((1 + math.cos(math.pi * progress)) / 2))
         return float(self.base_lr * ratio)
 
-    def lr_range_test(self) -> float:
-        low = float(self["lr_range_test_min_lr"])
-        if self.step == 0:
-            return low
-        interval = float(self.step) / self["lr_range_test_step_size"]
-        if self["lr_range_test_staircase"]:
-            interval = math.floor(interval)
-        return float(low * (1 + self["lr_range_test_step_rate"] * interval))
-
-    def cycle_halves(self) -> tuple[float, float]:
-        first = float(self["cycle_first_step_size"])
-        second = self["cycle_second_step_size"]
-        return first, first if second is None else float(second)
-
-    def cycle_scale(self) -> float:
-        """Return the height within the cycle: 0 at its ends and 1 at its peak."""
-        first, second = self.cycle_halves()
-        total = first + second
-        x = 1.0 + self.step / total - math.floor(1 + self.step / total)
-        first_stairs, second_stairs = self.cycle_stairs()
-        rising = x <= first / total
-        stairs = first_stairs if rising else second_stairs
-        if stairs <= 0:
-            return x / (first / total) if rising else (x - 1) / (first / total - 1)
-        position = self.step % total
-        stair = (
-            position * stairs / first if position <= first else (total - position) * stairs / second
-        )
-        return math.floor(stair) / stairs
-
-    def cycle_stairs(self) -> tuple[int, int]:
-        first = self["cycle_first_stair_count"]
-        second = self["cycle_second_stair_count"]
-        return first, first if second is None else second
-
-    def one_cycle(self) -> float:
-        low = float(self["cycle_min_lr"])
-        if self.step == 0:
-            return low
-        rate = self.within_cycle(low, float(self["cycle_max_lr"]))
-        return low / self.decay("decay_lr_rate") if rate is None else rate
-
-    def one_cycle_momentum(self) -> float:
-        low, high = float(self["cycle_min_mom"]), float(self["cycle_max_mom"])
-        if self.step == 0:
-            return low
-        momentum = self.within_cycle(high, low)
-        return high * self.decay("decay_mom_rate") if momentum is None else momentum
-
-    def within_cycle(self, ends: float, peak: float) -> float | None:
-        """Return a value between that at the ends of the cycle and its peak; ``None`` after it."""
-        if self.step - 1 < sum(self.cycle_halves()):
-            return ends + (peak - ends) * self.cycle_scale()
-        return None
-
-    def decay(self, rate: str) -> float:
-        """Return the factor by which the value has decayed after the cycle."""
-        if self["decay_step_size"] == 0 or self[rate] == 0:
-            return 1.0
-        # In DeepSpeed's order, because a fractional cycle length would round differently.
-        interval = (self.step - 1 - sum(self.cycle_halves()) + 1) / self["decay_step_size"]
-        return float(1 + self[rate] * float(interval))
-
-
-def _check_step(step: int) -> None:
-    if step < 0:
-        raise InvalidValueError("optimizer steps are counted from 0", key="step", value=step)
-
 
 _CURVES: Final[Mapping[str, Callable[[_Update], float]]] = {
     "WarmupLR": _Update.warmup_lr,
     "WarmupDecayLR": _Update.warmup_decay_lr,
     "WarmupCosineLR": _Update.warmup_cosine_lr,
-    "OneCycle": _Update.one_cycle,
-    "LRRangeTest": _Update.lr_range_test,
     "constant": lambda update: update.base_lr,
     "constant_with_warmup": lambda update: update.after_ramp(lambda _: 1.0),
     "linear": lambda update: update.after_ramp(_Update.linear),

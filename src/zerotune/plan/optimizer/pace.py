@@ -23,7 +23,6 @@ from zerotune.plan.optimizer.choices import (
     OptimizerChoice,
     SchedulerChoice,
 )
-from zerotune.plan.optimizer.curves import ONE_CYCLE_BETA2
 from zerotune.plan.optimizer.schedules import (
     DEFAULT_SCHEDULER,
     SCHEDULER_TYPE,
@@ -123,8 +122,6 @@ def choose_schedule(
         reason += "optimizer's"
         log.decide("optimizer.params.lr", optimizer.lr, peak, reason, "warning")
     _compare_lengths(arguments.values, log)
-    if entry.name == "OneCycle":
-        _check_one_cycle(arguments, optimizer)
     arguments.record_defaults(arguments.defaulted)
     if entry.source == "zerotune":
         reason = "DeepSpeed has no such class; zerotune applies diffusers' curve at each "
@@ -238,26 +235,6 @@ def _compare_lengths(values: Mapping[str, Any], log: Log) -> None:
     if total < warmup:
         reason = f"the value is unchanged, but the warm-up of {warmup} steps is longer than the "
         log.decide(f"{SCHEDULER}.{key}", total, total, f"{reason}whole schedule", "warning")
-
-
-def _check_one_cycle(arguments: Arguments, optimizer: OptimizerChoice) -> None:
-    values, betas = arguments.values, optimizer.params.get("betas")
-    if values["cycle_momentum"] and betas is None:
-        reason = f"DeepSpeed cycles only betas, which {optimizer.name} does not have"
-        arguments.change("cycle_momentum", False, reason)
-    elif values["cycle_momentum"]:
-        arguments.decide(
-            "optimizer.params.betas",
-            betas,
-            (values["cycle_min_mom"], ONE_CYCLE_BETA2),
-            "OneCycle cycles the first beta and sets the second to 0.99; set "
-            "cycle_momentum to false to keep the optimizer's betas",
-            "warning",
-        )
-    if values["decay_step_size"] == 0 and values["decay_lr_rate"] > 0:
-        rate = values["decay_lr_rate"]
-        reason = "the value is unchanged, but DeepSpeed does not decay while decay_step_size is 0"
-        arguments.decide(f"{SCHEDULER}.decay_lr_rate", rate, rate, reason, "warning")
 
 
 def open_length(choice: SchedulerChoice | None) -> str | None:

@@ -169,6 +169,5 @@ class OptimizerResolver:
             situation = attrs.evolve(
                 situation,
                 accelerator=platform.deepspeed.accelerator or platform.accelerator,
-                versions=platform.versions,
             )
         return capability_of(OPTIMIZERS[normalise_optimizer_name(name)], situation)

@@ -10,7 +10,7 @@ import attrs
 
 from zerotune._util.text import did_you_mean, squash
 from zerotune.errors import InvalidValueError, OptimizerError, writes
-from zerotune.plan.optimizer.entries import Entry, Parameter, SchedulerSource, flag, integer, number
+from zerotune.plan.optimizer.entries import Entry, Parameter, SchedulerSource, integer, number
 from zerotune.plan.values import Choice
 
 DEFAULT_SCHEDULER: Final = "WarmupLR"
@@ -65,36 +65,6 @@ _DEEPSPEED: Final = (
             _WARMUP_STEPS,
             number("cos_min_ratio", 1e-4, high=1),
             _WARMUP_TYPE,
-        ),
-    ),
-    SchedulerEntry(
-        name="OneCycle",
-        summary="The learning rate rises and falls once while momentum does the opposite, then the "
-        "learning rate decays",
-        parameters=(
-            number("cycle_min_lr", above=0),
-            number("cycle_max_lr", above=0),
-            number("decay_lr_rate", 0.0),
-            number("cycle_first_step_size", 2000.0, above=0),
-            number("cycle_second_step_size", None, nullable=True),
-            integer("cycle_first_stair_count", 0, low=0),
-            integer("cycle_second_stair_count", None, low=0, nullable=True),
-            number("decay_step_size", 0.0),
-            flag("cycle_momentum", default=True),
-            number("cycle_min_mom", 0.8, below=1),
-            number("cycle_max_mom", 0.9, below=1),
-            number("decay_mom_rate", 0.0),
-        ),
-        peak="cycle_max_lr",
-    ),
-    SchedulerEntry(
-        name="LRRangeTest",
-        summary="The learning rate rises without end, to find the largest stable rate",
-        parameters=(
-            number("lr_range_test_min_lr", 1e-3, above=0),
-            integer("lr_range_test_step_size", 2000),
-            number("lr_range_test_step_rate", 1.0),
-            flag("lr_range_test_staircase"),
         ),
     ),
 )
@@ -160,7 +130,6 @@ _Closest = tuple[tuple[str, ...], str]
 _CONSTANT: Final = ("WarmupLR",), " with warmup_num_steps 0, which keeps the learning rate constant"
 _COSINES: Final = ("cosine", "WarmupCosineLR")
 _DECAY: Final = ("WarmupDecayLR",)
-_CYCLE: Final = ("OneCycle",)
 
 _FOREIGN: Final[Mapping[str, _Closest]] = {
     "constantlr": _CONSTANT,
@@ -172,8 +141,10 @@ _FOREIGN: Final[Mapping[str, _Closest]] = {
     "cosineannealing": (_COSINES, ""),
     "cosineannealinglr": (_COSINES, ""),
     "cosineannealingwarmrestarts": (_COSINES, " (one cycle, no restart)"),
-    "onecyclelr": (_CYCLE, ""),
-    "cycliclr": (_CYCLE, ""),
+    "onecycle": (_COSINES, ""),
+    "onecyclelr": (_COSINES, ""),
+    "cycliclr": (_COSINES, ""),
+    "lrrangetest": (("WarmupLR",), ' with warmup_type "linear" and as many steps as the test'),
     "steplr": (_DECAY, ""),
     "multisteplr": (_DECAY, ""),
     "exponentiallr": (_DECAY, ""),
@@ -182,7 +153,7 @@ _FOREIGN: Final[Mapping[str, _Closest]] = {
     "lambdalr": ((), "one of DeepSpeed's schedules"),
     "sequentiallr": ((), "one of DeepSpeed's schedules"),
 }
-"""Schedule names of torch and transformers, with the closest schedule."""
+"""Names of schedules that zerotune lacks, with the closest schedule."""
 
 
 def canonical_schedule(name: str) -> str | None:
@@ -202,8 +173,7 @@ def normalise_scheduler_name(name: Any, *, key: str = SCHEDULER_TYPE) -> str:
         key: Path of the setting that contains the name, for messages.
 
     Raises:
-        OptimizerError: The name belongs to torch or is unknown; the message suggests the closest
-            name.
+        OptimizerError: The name is unknown; the message suggests the closest name.
         InvalidValueError: ``name`` is not text.
     """
     if not isinstance(name, str) or not name.strip():
@@ -216,8 +186,7 @@ def normalise_scheduler_name(name: Any, *, key: str = SCHEDULER_TYPE) -> str:
     if _word(name) in _FOREIGN:
         names, remark = _FOREIGN[_word(name)]
         raise OptimizerError(
-            "this is a schedule of torch or transformers, which DeepSpeed's engine does not step "
-            "with ZeRO",
+            "zerotune has no such schedule",
             f"write {' or '.join(names)}{remark}",
             key,
             name,

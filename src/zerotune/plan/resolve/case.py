@@ -16,7 +16,6 @@ from zerotune.plan.resolve.batch import Batch, solve_batch
 from zerotune.plan.resolve.precision import decide_precision
 from zerotune.plan.resolve.sizes import AIO_BLOCK, Swapping, elements
 from zerotune.plan.sections import (
-    AioSection,
     ZeroSection,
 )
 from zerotune.plan.settings import Settings
@@ -59,20 +58,21 @@ class Case:
         platform = self.context.platform
         return platform is not None and self.trains_in == "fp32" and not platform.fp16
 
-    def swaps_parameters(self, zero: ZeroSection, aio: AioSection | None) -> bool:
+    def swaps_parameters(self, zero: ZeroSection) -> bool:
         """Whether any parameter is actually swapped from host memory to files."""
         section = zero.offload_param
         if section is None or section.device != "nvme" or self.rounds_swapped:
             return False
         stay = elements(section.max_in_cpu)
-        swapping = self.swapping(aio)
+        swapping = self.swapping
         return stay == 0 if swapping is None else swapping.happens(stay)
 
-    def swapping(self, aio: AioSection | None) -> Swapping | None:
-        """Return which parameters are swapped; ``None`` if the model is unknown."""
+    @cached_property
+    def swapping(self) -> Swapping | None:
+        """The parameters that are swapped; ``None`` if the model is unknown."""
         if self.context.model is None:
             return None
-        written = aio.block_size if aio else None
+        written = self.plan.aio.block_size if self.plan.aio else None
         return Swapping(
             model=self.context.model,
             world_size=self.context.world_size,

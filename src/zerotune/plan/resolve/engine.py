@@ -12,7 +12,7 @@ from zerotune.plan.context import Context, Streaming
 from zerotune.plan.optimizer.names import entry_of
 from zerotune.plan.optimizer.resolver import OptimizerResolver
 from zerotune.plan.resolve.case import Case
-from zerotune.plan.resolve.fill import Filler
+from zerotune.plan.resolve.fill import filled_in
 from zerotune.plan.resolved import (
     NO_DEEPSPEED,
     PLAIN_NEEDS,
@@ -72,10 +72,8 @@ def filled(
     precision, why = case.precision
     if not context.uses_deepspeed:
         plan = _without_unknown_host_optimizer(plan, log)
-    filler = Filler(
-        case=case, stage=int(plan.stage), aio=plan.aio, decisions=[*log.decisions, *why]
-    )
-    plan = filler.filled_in(plan)
+    log.decisions.extend(why)
+    plan = filled_in(plan, case, log)
     chosen = resolver.choose(plan, context, precision, by_weight=by_weight)
     return (requested.resolved_as or Resolved)(
         requested=requested,
@@ -88,7 +86,7 @@ def filled(
         precision=precision,
         optimizer=chosen.optimizer,
         scheduler=chosen.scheduler,
-        decisions=[*filler.decisions, *chosen.decisions],
+        decisions=[*log.decisions, *chosen.decisions],
     )
 
 

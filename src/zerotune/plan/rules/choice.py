@@ -73,9 +73,6 @@ def optimizer_lr_unset(case: Case, this: Rule) -> Findings:
 
 # -- Rules on the learning-rate schedule and the length of the run.
 
-_CYCLE_DEFAULT: Final = 2000
-"""``cycle_first_step_size`` of DeepSpeed's ``OneCycle``."""
-
 
 def schedule_params(plan: Settings) -> Mapping[str, Any]:
     """Return the arguments of the schedule as written."""
@@ -149,39 +146,6 @@ def scheduler_total(case: Case, this: Rule) -> Findings:
     key = "scheduler.params.total_num_steps"
     edits = writes(run, AUTO)
     yield this.finding(key, params["total_num_steps"], edits=edits, run_steps=run, effect=effect)
-
-
-@rule(
-    "scheduler-cycle",
-    "warning",
-    reason="the cycle has {first} + {second} steps, but the run has only {steps}, so the learning "
-    "rate never returns to its minimum",
-    fix="write at most {half_the_run}",
-    only_deepspeed=False,
-    when=attrgetter("plan.scheduler"),
-)
-def scheduler_cycle(case: Case, this: Rule) -> Findings:
-    """A ``OneCycle`` that is longer than the run never returns to its minimum learning rate.
-
-    ``cycle_second_step_size`` defaults to ``cycle_first_step_size``.
-    """
-    params, run = schedule_params(case.plan), case.context.run.total_steps
-    if schedule_name(case.plan) != "OneCycle" or run is None:
-        return
-    written = params.get("cycle_first_step_size")
-    first = _CYCLE_DEFAULT if written is None else number(written)
-    second = params.get("cycle_second_step_size")
-    down = first if second is None else number(second)
-    if first is not None and down is not None and first + down > run:
-        yield this.finding(
-            "scheduler.params.cycle_first_step_size",
-            written,
-            first=f"{first:g}",
-            second=f"{down:g}",
-            steps=run,
-            half_the_run=max(1, run // 2),
-            edits=writes(max(1, run // 2)),
-        )
 
 
 _DECAY_PEAK: Final = 1e-3

@@ -224,12 +224,12 @@ def nvme_param_buffers(case: Case, this: Rule) -> Findings:
 
     With fewer buffers, the first backward pass with gradient checkpointing fails.
     """
-    section, swapping = offload_section(case.plan, "param"), case.swapping(case.plan.aio)
+    section, swapping = offload_section(case.plan, "param"), case.swapping
     zero = case.plan.zero_optimization
     if zero is None or section is None or swapping is None:
         return
     written, gathered = integer(section.buffer_count), swapping.gathered(recomputed=True)
-    if written and written < gathered and case.swaps_parameters(zero, case.plan.aio):
+    if written and written < gathered and case.swaps_parameters(zero):
         key = "zero_optimization.offload_param.buffer_count"
         need = swapping.buffers
         edits = writes(need, AUTO)

@@ -97,9 +97,7 @@ def _scales(case: Case) -> bool:
 def _swaps(case: Case) -> bool:
     """Whether any parameter is actually swapped to NVMe."""
     zero = case.plan.zero_optimization
-    return (
-        zero is not None and swaps_parameters(case) and case.swaps_parameters(zero, case.plan.aio)
-    )
+    return zero is not None and swaps_parameters(case) and case.swaps_parameters(zero)
 
 
 def _super_offloads_elsewhere(case: Case) -> bool:
