@@ -8,7 +8,7 @@ test compares with runs of the real engine (``docs/results/capabilities.json``).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from importlib.util import find_spec
 from typing import Any, Final, Literal
 
@@ -357,8 +357,8 @@ def _cannot(
 class _Refusal:
     """Circumstances in which some optimizers cannot run."""
 
-    names: frozenset[str] = attrs.field(converter=frozenset[str])
-    where: frozenset[str] = attrs.field(converter=frozenset[str])
+    names: Collection[str]
+    where: Set[str]
     """Names of ``Situation._circumstances`` that must all hold."""
     reason: str
     instead: str = DEFAULT_OPTIMIZER
@@ -375,24 +375,24 @@ _GLOBAL: Final = [name for name, entry in OPTIMIZERS.items() if entry.own_schedu
 _REFUSALS: Final = (
     _Refusal(
         names=[_8BIT_STATES],
-        where=["not streamed", "nvme"],
+        where={"not streamed", "nvme"},
         reason="the optimizer works only with streamed weights, at stage 2 or 3 with CPU offload",
     ),
     _Refusal(
         names=[_8BIT_STATES],
-        where=["not streamed"],
+        where={"not streamed"},
         reason="the optimizer works only with streamed weights, at stage 2 or 3 with CPU offload",
         instead="AdamW8bit",
     ),
     _Refusal(
         names=[_BF16_STATES],
-        where=["nvme"],
+        where={"nvme"},
         reason="DeepSpeed swaps states in the dtype of the fp32 master weights, so the bf16 "
         "states would become fp32",
     ),
     _Refusal(
         names=["AdamW8bit", "TorchAOAdamW8bit", "TorchAOAdamW4bit"],
-        where=["nvme"],
+        where={"nvme"},
         reason="DeepSpeed swaps states as if they had the weights' size and dtype; with "
         "8-bit states on NVMe the engine ran, but the loss did not decrease",
         instead="{name} with offload to the CPU",
@@ -400,53 +400,53 @@ _REFUSALS: Final = (
     ),
     _Refusal(
         names=["Prodigy"],
-        where=["ranks"],
+        where={"ranks"},
         reason="each rank would derive a different learning rate from its part of the weights",
         instead="Prodigy at stage 0",
         edits={_STAGE: 0},
     ),
     _Refusal(
         names=_GLOBAL,
-        where=["sub-groups", "nvme"],
+        where={"sub-groups", "nvme"},
         reason=f"{_OF_ALL_WEIGHTS}stage 3 updates one sub-group at a time",
         instead="{name} at stage 2 with offload to the CPU",
         edits={_STAGE: 2, **_TO_CPU},
     ),
     _Refusal(
         names=_GLOBAL,
-        where=["sub-groups"],
+        where={"sub-groups"},
         reason=f"{_OF_ALL_WEIGHTS}stage 3 updates one sub-group at a time",
         instead="{name} at stage 2",
         edits={_STAGE: 2},
     ),
     _Refusal(
         names=["Adafactor"],
-        where=["parts"],
+        where={"parts"},
         reason=f"the optimizer needs whole matrices to factor the second moment, {_IN_PARTS}",
     ),
     _Refusal(
         names=["Lamb"],
-        where=["parts"],
+        where={"parts"},
         reason=f"the optimizer's trust ratio needs the norms of whole parameters, {_IN_PARTS}",
     ),
     _Refusal(
         names=_GLOBAL,
-        where=["by weight"],
+        where={"by weight"},
         reason=f"{_OF_ALL_WEIGHTS}the update on the device passes one weight at a time",
     ),
     _Refusal(
         names=[name for name, entry in OPTIMIZERS.items() if entry.package == "mup"],
-        where=["by weight"],
+        where={"by weight"},
         reason=f"mup finds each weight's width by the model's own parameters, {_BY_WEIGHT}",
     ),
     _Refusal(
         names=[_BF16_STATES],
-        where=["by weight"],
+        where={"by weight"},
         reason=f"the rounding of the states depends on the order of all weights, {_BY_WEIGHT}",
     ),
     _Refusal(
         names=["Adagrad"],
-        where=["no kernel"],
+        where={"no kernel"},
         reason="DeepSpeed has no CPU kernel for Adagrad on the {accelerator} accelerator",
     ),
 )

@@ -34,12 +34,6 @@ MICRO = "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
 
 
-_MOST_LISTED = 8
-
-
-_MOST_RANKS = 1024
-
-
 @attrs.frozen(kw_only=True)
 class Batch:
     """Samples per optimizer step, samples per pass and rank, and passes per optimizer step."""
@@ -55,11 +49,49 @@ def solve_batch(plan: Settings, *, run: RunFacts, world_size: int) -> tuple[Batc
     Numbers in the plan always take precedence. A missing number is computed from the two others,
     else read from ``run``, else from the launcher's file. The default micro batch size is 1.
     """
-    solving = _Solving(plan=plan, run=run, world_size=world_size)
-    return solving.solved(), solving.decisions
+    log = Log()
+    launched = plan.launch.gradient_accumulation_steps if plan.launch else None
+    said = {
+        MICRO: precedence(run=run.micro_batch_size),
+        ACCUMULATION: precedence(
+            run=run.gradient_accumulation_steps, launched=_written_number(launched)
+        ),
+    }
+    train = _written_number(plan.train_batch_size)
+    solved = {key: _written_number(getattr(plan, key)) for key in said}
+    missing = [key for key, number in solved.items() if number is None]
+    # With a train batch size, at most one of the two others is free.
+    first = ACCUMULATION if run.micro_batch_size is not None else MICRO
+    computed = None if train is None or not missing else first if missing[1:] else missing[0]
+    for key in missing:
+        if key != computed:
+            value, who = (*said[key], (1, None))[0]
+            solved[key] = value
+            reason = f"set by {who}" if who else "no other value is set"
+            log.decide(key, getattr(plan, key), value, reason)
+    if computed is not None and train is not None:
+        known = next(key for key in said if key != computed)
+        solved[computed] = _divided(train, solved[known] or 1, known, computed, world_size)
+        by = f"{_WORDS[known]} {solved[known]} x world size {world_size}"
+        reason = f"train batch {train} / ({by})"
+        log.decide(computed, getattr(plan, computed), solved[computed], reason)
+    micro, accumulation = solved[MICRO] or 1, solved[ACCUMULATION] or 1
+    if train is None:
+        train = micro * accumulation * world_size
+        reason = f"micro batch {micro} x accumulation {accumulation} x world size {world_size}"
+        log.decide(TRAIN, plan.train_batch_size, train, reason)
+    if train != micro * accumulation * world_size:
+        raise _contradiction(train, micro, accumulation, world_size)
+    stands = "numbers take precedence over those of the run"
+    overruled(log, MICRO, run.micro_batch_size, micro, stands)
+    overruled(log, ACCUMULATION, run.gradient_accumulation_steps, accumulation, stands)
+    return Batch(train=train, micro=micro, accumulation=accumulation), log.decisions
 
 
-def contradiction(train: int, micro: int, accumulation: int, world_size: int) -> PlanConflictError:
+_WORDS: Final = {MICRO: "micro batch", ACCUMULATION: "accumulation"}
+
+
+def _contradiction(train: int, micro: int, accumulation: int, world_size: int) -> PlanConflictError:
     """Return the error for three batch settings that contradict the world size."""
     valid, rest = divmod(train, micro * accumulation)
     holds = (
@@ -83,101 +115,20 @@ def contradiction(train: int, micro: int, accumulation: int, world_size: int) ->
     )
 
 
-@attrs.define(kw_only=True)
-class _Solving(Log):
-    """Computation of the batch sizes, with its decisions."""
-
-    plan: Settings
-    run: RunFacts
-    world_size: int
-
-    def solved(self) -> Batch:
-        plan, run = self.plan, self.run
-        train = _written_number(plan.train_batch_size)
-        micro = _written_number(plan.train_micro_batch_size_per_gpu)
-        accumulation = _written_number(plan.gradient_accumulation_steps)
-        if train is None:
-            batch = self._without_train(micro, accumulation)
-        elif micro is not None and accumulation is not None:
-            batch = Batch(train=train, micro=micro, accumulation=accumulation)
-            if train != micro * accumulation * self.world_size:
-                raise contradiction(train, micro, accumulation, self.world_size)
-        else:
-            batch = self._from_train(train, micro, accumulation)
-        for key, asked, used in (
-            (MICRO, run.micro_batch_size, batch.micro),
-            (ACCUMULATION, run.gradient_accumulation_steps, batch.accumulation),
-        ):
-            overruled(self, key, asked, used, "numbers take precedence over those of the run")
-        return batch
-
-    def _without_train(self, micro: int | None, accumulation: int | None) -> Batch:
-        if micro is None:
-            micro, reason = _number_said(run=self.run.micro_batch_size)
-            self.decide(MICRO, self.plan.train_micro_batch_size_per_gpu, micro, reason)
-        if accumulation is None:
-            accumulation = self._fill_accumulation()
-        train = micro * accumulation * self.world_size
-        reason = f"micro batch {micro} x accumulation {accumulation} x world size {self.world_size}"
-        self.decide(TRAIN, self.plan.train_batch_size, train, reason)
-        return Batch(train=train, micro=micro, accumulation=accumulation)
-
-    def _from_train(self, train: int, micro: int | None, accumulation: int | None) -> Batch:
-        plan, written_micro = self.plan, self.plan.train_micro_batch_size_per_gpu
-        if micro is None and accumulation is None:
-            micro = self.run.micro_batch_size
-            if micro is None:
-                accumulation = self._fill_accumulation()
-            else:
-                self.decide(MICRO, written_micro, micro, "set by the run")
-        if micro is not None:
-            accumulation = self._divide(train, micro, MICRO, ACCUMULATION)
-            key, written, solved = ACCUMULATION, plan.gradient_accumulation_steps, accumulation
-            by = f"micro batch {micro}"
-        else:
-            accumulation = accumulation or 1
-            micro = self._divide(train, accumulation, ACCUMULATION, MICRO)
-            key, written, solved = MICRO, written_micro, micro
-            by = f"accumulation {accumulation}"
-        reason = f"train batch {train} / ({by} x world size {self.world_size})"
-        self.decide(key, written, solved, reason)
-        return Batch(train=train, micro=micro, accumulation=accumulation)
-
-    def _divide(self, train: int, known: int, known_key: str, wanted: str) -> int:
-        shared = known * self.world_size
-        quotient, rest = divmod(train, shared)
-        if rest == 0 and quotient > 0:
-            return quotient
-        per_rank, uneven = divmod(train, known)
-        most = 0 if uneven else min(per_rank, _MOST_RANKS)
-        valid = [str(n) for n in range(1, most + 1) if per_rank % n == 0]
-        listed = ", ".join(valid[:_MOST_LISTED])
-        holds = f"it works at world size {listed}" if valid else "no world size works"
-        nearest = max(1, train // shared) * shared
-        raise PlanConflictError(
-            f"{train} is not divisible by {known} ({known_key}) x {self.world_size} "
-            f"(world size); {holds}",
-            f"at world size {self.world_size} write a multiple of {shared}, such as"
-            f" {nearest}, or change {known_key} or {wanted}",
-            TRAIN,
-            train,
-            edits=writes(nearest),
-        )
-
-    def _fill_accumulation(self) -> int:
-        launch = self.plan.launch
-        value, reason = _number_said(
-            run=self.run.gradient_accumulation_steps,
-            launched=_written_number(launch.gradient_accumulation_steps if launch else None),
-        )
-        self.decide(ACCUMULATION, self.plan.gradient_accumulation_steps, value, reason)
-        return value
-
-
-def _number_said(run: int | None, launched: int | None = None) -> tuple[int, str]:
-    for value, who in precedence(run=run, launched=launched):
-        return value, f"set by {who}"
-    return 1, "no other value is set"
+def _divided(train: int, known: int, known_key: str, wanted: str, world_size: int) -> int:
+    shared = known * world_size
+    quotient, rest = divmod(train, shared)
+    if rest == 0 and quotient > 0:
+        return quotient
+    nearest = max(1, quotient) * shared
+    raise PlanConflictError(
+        f"{train} is not divisible by {known} ({known_key}) x {world_size} (world size)",
+        f"at world size {world_size} write a multiple of {shared}, such as {nearest}, or change"
+        f" {known_key} or {wanted}",
+        TRAIN,
+        train,
+        edits=writes(nearest),
+    )
 
 
 def _written_number(value: Any) -> int | None:
