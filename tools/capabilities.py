@@ -55,7 +55,7 @@ PARAMS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-_RESOLVER = OptimizerResolver(overrides={"scheduler.type": None})
+_RESOLVER = OptimizerResolver()
 
 
 class DigitsNet(torch.nn.Module):

@@ -141,12 +141,11 @@ def _readable_value(value: Any) -> str:
     return "unset" if value is None else shorten(value, _LONGEST_SHOWN)
 
 
-# -- Precedence: the caller, then the configuration, the run, the launcher and the default.
+# -- Precedence: the configuration, then the run, the launcher and the default.
 
 
-OVERRIDE, WRITTEN, RUN = "the caller", "the configuration", "the run"
+WRITTEN, RUN = "the configuration", "the run"
 _WHO: Final = {
-    "override": OVERRIDE,
     "written": WRITTEN,
     "run": RUN,
     "launched": "the launcher's file",
@@ -158,7 +157,7 @@ def precedence(*, nothing: Any = None, **said: Any) -> list[tuple[Any, str]]:
 
     Args:
         nothing: The value that means "not set".
-        **said: Values by source: ``override`` (the caller), ``written`` (the configuration),
+        **said: Values by source: ``written`` (the configuration),
             ``run`` (the training script) and ``launched`` (the launcher's file).
     """
     every = ((said.get(place, nothing), who) for place, who in _WHO.items())

@@ -87,7 +87,6 @@ def spread(matrix: torch.Tensor) -> float:
 def test_our_muon_takes_an_orthogonal_step_where_deepspeeds_did_not(
     stage: int, offload: str
 ) -> None:
-    from zerotune.optim import OptimizerResolver
     from zerotune.plan.plan import DeepSpeedPlan
 
     model = Matrices()
@@ -100,8 +99,7 @@ def test_our_muon_takes_an_orthogonal_step_where_deepspeeds_did_not(
         optimizer={"type": "Muon", "params": {"lr": LR, "adam_lr": 1e-3, "weight_decay": 0.0}},
         **whole,
     )
-    resolver = OptimizerResolver(overrides={"scheduler.type": None})
-    with build(model, plan, resolver=resolver) as engine:
+    with build(model, plan) as engine:
         partitioned = hasattr(model.hidden.weight, "ds_id")
         losses, weights = [], []
         for _ in range(20):

@@ -175,8 +175,7 @@ def check_resolver(resolver: Any, *, key: str = "resolver") -> None:
     raise InvalidValueError(
         "is not an OptimizerResolver; the engine builds the optimizer for the weights that ZeRO "
         "partitions",
-        f'set the optimizer with DeepSpeedPlan.build(optimizer="{name}", lr=…), or '
-        f'pass resolver=OptimizerResolver(overrides={{"optimizer.type": "{name}", "lr": …}})',
+        f'set the optimizer with DeepSpeedPlan.build(optimizer="{name}", lr=…)',
         key,
         resolver if isinstance(resolver, str) else kind.__name__,
     )

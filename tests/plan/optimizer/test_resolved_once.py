@@ -10,6 +10,7 @@ from zerotune.errors import MissingDependencyError, OptimizerError, UnresolvedPl
 from zerotune.plan.facts import ModelFacts
 from zerotune.plan.optimizer.capability import OPTIONAL_PACKAGES
 from zerotune.plan.optimizer.choices import BY_RUN
+from zerotune.plan.optimizer.groups import ParameterGroups
 
 CUDA = Platform.synthetic("cuda")
 LENGTH = "scheduler.params.total_num_steps"
@@ -76,10 +77,10 @@ def test_errors_of_rules_optimizer_and_schedule_are_found_together():
 
 def test_a_resolver_chooses_while_a_plan_is_resolved():
     model = ModelFacts.from_shapes([("a.weight", (4, 4)), ("a.bias", (4,))])
-    resolver = OptimizerResolver(overrides={"optimizer.type": "Lion", "lr": 3e-5})
-    plan = DeepSpeedPlan.build(stage=2, offload="cpu", optimizer="Prodigy")
+    resolver = OptimizerResolver(groups=ParameterGroups.no_decay())
+    plan = DeepSpeedPlan.build(stage=2, offload="cpu", optimizer="Lion")
     resolved = plan.resolve(platform=CUDA, model=model, resolver=resolver)
-    assert resolved.optimizer.implementation == "DeepSpeedCPULion"
+    assert [group.name for group in resolved.optimizer.groups] == ["no decay", "rest"]
     assert resolver.resolve(resolved) == attrs.evolve(resolved)
 
 

@@ -22,8 +22,8 @@ ADAMW = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
 
 @pytest.fixture
 def resolve(make_plan):
-    def run(*args, overrides=None, **kwargs):
-        return OptimizerResolver(overrides=overrides).resolve(make_plan(*args, **kwargs))
+    def run(*args, **kwargs):
+        return OptimizerResolver().resolve(make_plan(*args, **kwargs))
 
     return run
 
@@ -151,25 +151,8 @@ LR, MODE = "optimizer.params.lr", "optimizer.params.adam_w_mode"
             {"scheduler": "WarmupLR", "scheduler_params": WARMUP},
             LR, (None, 2e-5), "note", "scheduler.params.warmup_max_lr",
         ),
-        # A value wins over the run's, and an override over both.
+        # A value wins over the run's.
         (("AdamW", ADAMW), {"run": RunFacts(lr=5e-5)}, LR, (5e-5, 1e-4), "warning", ""),
-        (
-            ("AdamW", ADAMW), {"run": RunFacts(lr=5e-5), "overrides": {"lr": 2e-5}},
-            LR, (1e-4, 2e-5), "warning", "",
-        ),
-        (
-            ("AdamW", ADAMW), {"overrides": {"optimizer.params.eps": 1e-6}},
-            "optimizer.params.eps", (1e-8, 1e-6), "warning", "",
-        ),
-        (
-            ("AdamW", ADAMW),
-            {
-                "scheduler": "WarmupLR",
-                "scheduler_params": {**WARMUP, "warmup_max_lr": 1e-4},
-                "overrides": {"lr": 2e-5},
-            },
-            "scheduler.params.warmup_max_lr", (1e-4, 2e-5), "warning", "",
-        ),
         (("AdamW", {"lr": "1e-4"}), {}, LR, ("1e-4", 1e-4), "note", ""),
         *(
             (
@@ -235,28 +218,6 @@ def test_auto_is_filled_from_the_run(resolve, decisions_for):
         (decision,) = decisions_for(resolution, f"optimizer.params.{key}")
         assert (decision.before, decision.after) == ("auto", params[key])
         assert f"the run ({key})" in decision.reason
-
-
-def test_overrides_can_change_the_types(resolve):
-    resolution = resolve(
-        "AdamW",
-        {"lr": 1e-4},
-        overrides={"optimizer.type": "lion", "scheduler.type": None},
-    )
-    assert resolution.optimizer.name == "Lion"
-    assert resolution.scheduler is None
-
-
-@pytest.mark.parametrize(
-    ("key", "message"),
-    [
-        *[(key, key) for key in ("zero_optimization.stage", "optimizer.foo", "scheduler.foo")],
-        ("bettas", "did you mean betas"),
-    ],
-)
-def test_an_override_of_an_unknown_key_is_refused(resolve, key, message):
-    with pytest.raises(UnknownKeyError, match=message):
-        resolve("AdamW", ADAMW, overrides={key: 1})
 
 
 # --- names -------------------------------------------------------------------------------------
@@ -363,8 +324,6 @@ def test_arguments_that_the_optimizer_does_not_have_are_refused(resolve):
 def test_gradient_clipping_in_the_optimizer_is_refused_with_the_right_key(resolve):
     with pytest.raises(InvalidValueError, match="gradient_clipping"):
         resolve("AdamW", {"lr": 1e-4, "max_grad_norm": 1.0})
-    with pytest.raises(InvalidValueError, match="gradient_clipping"):
-        resolve("AdamW", {"lr": 1e-4}, overrides={"max_grad_norm": 1.0})
 
 
 def test_an_argument_that_the_actual_class_lacks_is_dropped_with_a_warning(resolve, decisions_for):

@@ -13,9 +13,8 @@ ADAMW = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
 @pytest.fixture
 def schedule(make_plan):
     def run(name=None, params=None, *, optimizer="AdamW", arguments=ADAMW, **kwargs):
-        overrides = kwargs.pop("overrides", None)
         plan = make_plan(optimizer, arguments, scheduler=name, scheduler_params=params, **kwargs)
-        return OptimizerResolver(overrides=overrides).resolve(plan)
+        return OptimizerResolver().resolve(plan)
 
     return run
 
@@ -128,14 +127,6 @@ def test_an_explicit_length_wins_over_the_run(schedule, decisions_for):
     assert resolution.scheduler.params["total_num_steps"] == 1000
     (decision,) = decisions_for(resolution, "scheduler.params.total_num_steps")
     assert (decision.before, decision.after, decision.severity) == (2000, 1000, "warning")
-
-
-def test_an_override_replaces_the_scheduler_type(schedule):
-    resolution = schedule(
-        overrides={"scheduler.type": "WarmupLR", "scheduler.params.warmup_min_lr": 1e-6}
-    )
-    assert resolution.scheduler.name == "WarmupLR"
-    assert resolution.scheduler.params["warmup_min_lr"] == 1e-6
 
 
 def test_a_peak_that_replaces_the_optimizers_lr_gives_a_warning(schedule, decisions_for):

@@ -8,7 +8,7 @@ from typing import Any, Final
 import attrs
 
 from zerotune._util.text import did_you_mean
-from zerotune.decisions import OVERRIDE, RUN, WRITTEN, Log, Severity, precedence, raise_all
+from zerotune.decisions import RUN, WRITTEN, Log, Severity, precedence, raise_all
 from zerotune.errors import REMOVAL, UNSET, OptimizerError, UnknownKeyError
 from zerotune.plan.context import RunFacts
 from zerotune.plan.optimizer.choices import BY_RUN
@@ -70,12 +70,6 @@ def reject_unknown(
         )
 
 
-def below(settings: Mapping[str, Any], section: str) -> dict[str, Any]:
-    """Return the settings in a section, by their names in it."""
-    start = f"{section}."
-    return {k.removeprefix(start): v for k, v in settings.items() if k.startswith(start)}
-
-
 LENGTHS: Final = ("total_num_steps", "num_training_steps")
 """Arguments of schedules that are the run's number of optimizer steps."""
 _FACTS: Final = {
@@ -84,15 +78,14 @@ _FACTS: Final = {
     **dict.fromkeys(LENGTHS, "total_steps"),
 }
 """Attribute of ``RunFacts`` that sets an argument."""
-_NOTE: Final[Severity] = "note"
 
 
 @attrs.define(kw_only=True)
 class Arguments(Log):
     """Arguments of one optimizer or schedule: the source of each value, the value, the decision.
 
-    An override takes precedence over the configuration, then the run, then what the other of the
-    two implies, then the default.
+    The configuration takes precedence over the run, then what the other of the two implies, then
+    the default.
     """
 
     entry: Entry
@@ -100,8 +93,6 @@ class Arguments(Log):
     """``"optimizer.params"`` or ``"scheduler.params"``."""
     written: Mapping[str, Any]
     """Values from the configuration; may contain ``"auto"``."""
-    overrides: Mapping[str, Any]
-    """Values passed to the resolver."""
     run: RunFacts
     implied: Mapping[str, tuple[Any, str]]
     """Values that follow from other settings, and where each comes from."""
@@ -122,13 +113,11 @@ class Arguments(Log):
     def _fill_one(self, parameter: Parameter) -> None:
         name, key = parameter.name, f"{self.section}.{parameter.name}"
         written = self.written.get(name, UNSET)
-        explicit = UNSET if is_auto(written) else written
         fact = _FACTS.get(name, "")
         of_run = getattr(self.run, fact, None)
         said = precedence(
             nothing=UNSET,
-            override=self.overrides.get(name, UNSET),
-            written=explicit,
+            written=UNSET if is_auto(written) else written,
             run=UNSET if of_run is None else of_run,
         )
         if not said and name in self.implied:
@@ -138,16 +127,12 @@ class Arguments(Log):
                 self.values[name] = self._default(parameter, key)
             return
         value, reason = read(parameter, said[0][0], section=self.section)
-        before, severity, who = None if written is UNSET else written, _NOTE, said[0][1]
-        if who == OVERRIDE:
-            wins = "set by OptimizerResolver(overrides=…), which overrides the configuration"
-            reason = None if before == value else wins
-            severity = _NOTE if explicit is UNSET else "warning"
-        elif who != WRITTEN:
+        before, who = None if written is UNSET else written, said[0][1]
+        if who != WRITTEN:
             source = f"{who} ({fact})" if who == RUN else who
             before, reason = before and AUTO, f"taken from {source}"
         if reason is not None:
-            self.decide(key, before, value, reason, severity)
+            self.decide(key, before, value, reason)
         if who == WRITTEN and of_run is not None:
             other = check(parameter, of_run, section=self.section)
             if other != value:

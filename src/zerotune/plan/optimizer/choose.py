@@ -14,12 +14,11 @@ from zerotune.errors import (
     InvalidValueError,
     MissingDependencyError,
     OptimizerError,
-    UnknownKeyError,
     writes,
 )
 from zerotune.plan.context import RunFacts
 from zerotune.plan.facts import ModelFacts
-from zerotune.plan.optimizer.arguments import Arguments, below, reject_unknown
+from zerotune.plan.optimizer.arguments import Arguments, reject_unknown
 from zerotune.plan.optimizer.capability import (
     CONFIGURATION_ONLY,
     GROUP_RATES,
@@ -43,18 +42,20 @@ from zerotune.plan.optimizer.names import (
     clipping_in_optimizer,
     parse_optimizer_name,
 )
-from zerotune.plan.optimizer.pace import SCHEDULER, ScheduleRequest, choose_schedule, open_length
-from zerotune.plan.optimizer.schedules import SCHEDULER_TYPE
-from zerotune.plan.read import SHORT_NAMES, settings_by_path
-from zerotune.plan.sections import OptimizerSection
+from zerotune.plan.optimizer.pace import (
+    SCHEDULER,
+    choose_schedule,
+    open_length,
+    requested_schedule,
+)
+from zerotune.plan.optimizer.schedules import SchedulerEntry
+from zerotune.plan.sections import OptimizerSection, SchedulerSection
 from zerotune.plan.settings import Settings
 from zerotune.plan.values import AUTO, is_auto
 
 OPTIMIZER: Final = "optimizer.params"
 BY_CHOICE: Final = "optimizer"
 """``Decision.rule`` of all decisions about the optimizer and the schedule."""
-
-_TYPES: Final = frozenset({OPTIMIZER_TYPE, SCHEDULER_TYPE})
 
 
 @attrs.frozen(kw_only=True)
@@ -75,7 +76,6 @@ def choose(
     *,
     run: RunFacts,
     model: ModelFacts | None,
-    overrides: Mapping[str, Any] | None = None,
     groups: ParameterGroups | None = None,
 ) -> Chosen:
     """Choose the optimizer and the schedule of a plan; raise all errors about both as one.
@@ -85,18 +85,16 @@ def choose(
         situation: Where the optimizer runs.
         run: Values from the training script.
         model: Names and shapes of the parameters, for groups.
-        overrides: As in ``OptimizerResolver``.
         groups: As in ``OptimizerResolver``.
     """
-    said = settings_by_path(overrides, _override_paths) if overrides else {}
-    choosing = _Choosing(situation=situation, overrides=said)
-    request = choosing.outcome(ScheduleRequest.of, plan.scheduler, said)
-    found = choosing.outcome(choosing.optimizer, plan.optimizer, run, _implied(request))
+    choosing, section = _Choosing(situation=situation), plan.scheduler
+    requested = choosing.outcome(requested_schedule, section)
+    found = choosing.outcome(choosing.optimizer, plan.optimizer, run, _implied(requested, section))
     # After an error, the schedule is checked too.
     choice = _STAND_IN
     if found is not None:
         choice = choosing.outcome(choosing.grouped, *found, model, groups) or _STAND_IN
-    scheduler = choosing.outcome(choose_schedule, request, plan.scheduler, choice, run, choosing)
+    scheduler = choosing.outcome(choose_schedule, requested, section, choice, run, choosing)
     raise_all(choosing.mistakes)
     if choice.name in _UNSAVED:
         name = choice.name
@@ -113,32 +111,15 @@ _STAND_IN: Final = OptimizerChoice(
 )
 
 
-def _override_paths(name: str, value: Any) -> list[tuple[str, Any]]:
-    """Return the path of an override; a name without dots is an argument of the optimizer."""
-    path = name
-    if "." not in name:
-        short = SHORT_NAMES.get(name, "")
-        of_choice = short.startswith(("optimizer.", "scheduler."))
-        path = short if of_choice else f"{OPTIMIZER}.{name}"
-    if path not in _TYPES and not path.startswith((f"{OPTIMIZER}.", f"{SCHEDULER}.")):
-        raise UnknownKeyError(
-            "is not a setting of the optimizer or the scheduler",
-            f'use "{OPTIMIZER}.lr", "{SCHEDULER}.warmup_num_steps", '
-            '"optimizer.type" or "scheduler.type"',
-            name,
-            value,
-        )
-    return [(path, value)]
-
-
-def _implied(request: ScheduleRequest | None) -> dict[str, tuple[float, str]]:
+def _implied(
+    requested: SchedulerEntry | None, section: SchedulerSection | None
+) -> dict[str, tuple[float, str]]:
     """Return the learning rate that a schedule's peak implies, and the peak's path."""
-    if request is None or request.entry.peak is None:
-        return {}
-    value = as_number(request.params.get(request.entry.peak))
+    peak = requested.peak if requested else None
+    params = (section.params if section else None) or {}
+    value = None if peak is None else as_number(params.get(peak))
     # A peak out of range is refused under its own name, not as the optimizer's lr.
-    at = f"{SCHEDULER}.{request.entry.peak}"
-    return {"lr": (value, at)} if value is not None and value > 0 else {}
+    return {"lr": (value, f"{SCHEDULER}.{peak}")} if value is not None and value > 0 else {}
 
 
 @attrs.define(kw_only=True)
@@ -146,8 +127,6 @@ class _Choosing(Log):
     """The choice of one optimizer, with its decisions and errors."""
 
     situation: Situation
-    overrides: Mapping[str, Any]
-    """Overrides by path."""
 
     def optimizer(
         self,
@@ -155,16 +134,15 @@ class _Choosing(Log):
         run: RunFacts,
         implied: Mapping[str, tuple[Any, str]],
     ) -> tuple[OptimizerChoice, Arguments]:
-        written = self.overrides.get(OPTIMIZER_TYPE, section.type if section else None)
+        written = section.type if section else None
         configured = written is not None and not is_auto(written)
         name = parse_optimizer_name(written if configured else DEFAULT_OPTIMIZER)
         params = dict((section.params if section else None) or {})
         if name.canonical in ADAM:
             params = self._respell_decay(params)
             name = attrs.evolve(name, canonical=name.under(params))
-        entry, overrides = OPTIMIZERS[name.canonical], below(self.overrides, OPTIMIZER)
-        for given in (params, overrides):
-            self._refuse_unknown(entry, given)
+        entry = OPTIMIZERS[name.canonical]
+        self._refuse_unknown(entry, params)
         self._assume_package(entry, name)
         capability = capability_of(entry, self.situation)
         if not capability.runs:
@@ -179,7 +157,6 @@ class _Choosing(Log):
             entry=entry,
             section=OPTIMIZER,
             written=params,
-            overrides=overrides,
             run=run,
             implied=implied,
             plain_defaults=not params or name.origin == "torch",

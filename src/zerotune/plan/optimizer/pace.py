@@ -13,7 +13,6 @@ from zerotune.plan.context import RunFacts
 from zerotune.plan.optimizer.arguments import (
     LENGTHS,
     Arguments,
-    below,
     reject_unknown,
 )
 from zerotune.plan.optimizer.catalogue import OPTIMIZERS
@@ -43,43 +42,20 @@ WARMUP_SHARE: Final = 20
 """The default warm-up is at most the run's length divided by this number."""
 
 
-@attrs.frozen(kw_only=True)
-class ScheduleRequest:
-    """The requested schedule."""
+def requested_schedule(section: SchedulerSection | None) -> SchedulerEntry | None:
+    """Return the requested schedule; ``None`` for a constant learning rate."""
+    if section is None:
+        return None
+    name = DEFAULT_SCHEDULER if _unnamed(section) else normalise_scheduler_name(section.type)
+    return SCHEDULERS[name]
 
-    entry: SchedulerEntry
-    params: Mapping[str, Any]
-    """Arguments as written; may contain ``"auto"``."""
-    written: str | None
-    """The name as written; ``None`` if nothing is configured."""
-    overrides: Mapping[str, Any]
-    """Arguments that override the written ones."""
-    lr_overridden: bool
-    """Whether the optimizer's learning rate is overridden."""
 
-    @classmethod
-    def of(
-        cls, section: SchedulerSection | None, overrides: Mapping[str, Any]
-    ) -> ScheduleRequest | None:
-        """Return the request of a section and overrides by path; ``None`` for a constant rate."""
-        given = below(overrides, SCHEDULER)
-        written = overrides.get(SCHEDULER_TYPE, section.type if section else None)
-        unnamed = SCHEDULER_TYPE in overrides and written is None
-        if unnamed or (section is None and not given and written is None):
-            return None
-        written = None if is_auto(written) else written
-        name = DEFAULT_SCHEDULER if written is None else normalise_scheduler_name(written)
-        return cls(
-            entry=SCHEDULERS[name],
-            params=dict((section.params if section else None) or {}),
-            written=written,
-            overrides=given,
-            lr_overridden="optimizer.params.lr" in overrides,
-        )
+def _unnamed(section: SchedulerSection) -> bool:
+    return section.type is None or is_auto(section.type)
 
 
 def choose_schedule(
-    request: ScheduleRequest | None,
+    entry: SchedulerEntry | None,
     section: SchedulerSection | None,
     optimizer: OptimizerChoice,
     run: RunFacts,
@@ -87,35 +63,31 @@ def choose_schedule(
 ) -> SchedulerChoice | None:
     """Return the schedule for ``optimizer``, with every argument; ``None`` for a constant rate."""
     own_pace = OPTIMIZERS[optimizer.name].own_schedule
-    if request is None or (own_pace and request.written is None):
+    if entry is None or section is None or (own_pace and _unnamed(section)):
         stopped = next((group for group in optimizer.groups if group.until is not None), None)
         if stopped is not None:
             return _constant_until(stopped, log, own_pace=own_pace)
-        overridden = section if request is None else None
-        _without_schedule(overridden, optimizer, run, log, own_pace=own_pace)
+        _without_schedule(optimizer, run, log, own_pace=own_pace)
         return None
-    entry, written = request.entry, request.written
-    params = _begun_anew(request.params)
-    for given in (params, request.overrides):
-        reject_unknown(given, entry.parameter_names, log, section=SCHEDULER, owner=entry.name)
+    params = _begun_anew(section.params or {})
+    reject_unknown(params, entry.parameter_names, log, section=SCHEDULER, owner=entry.name)
     arguments = Arguments(
         entry=entry,
         section=SCHEDULER,
-        written=_follow_override(request, params, optimizer, log),
-        overrides=request.overrides,
+        written=params,
         run=run,
         # A peak that differs from the optimizer's lr gets a decision of its own.
         implied={entry.peak: (optimizer.lr, "the optimizer's lr")} if entry.peak else {},
         decisions=log.decisions,
     )
     arguments.fill()
-    if written is None:
+    if _unnamed(section):
         _default_warmup(arguments, run)
         reason = f"no scheduler is named, so {entry.name} is used"
         log.decide(SCHEDULER_TYPE, None, entry.name, reason)
-    elif written != entry.name:
-        log.decide(SCHEDULER_TYPE, written, entry.name, "another spelling")
-    _no_warmup(arguments, "note" if written is None else "warning")
+    elif section.type != entry.name:
+        log.decide(SCHEDULER_TYPE, section.type, entry.name, "another spelling")
+    _no_warmup(arguments, "note" if _unnamed(section) else "warning")
     peak = optimizer.lr if entry.peak is None else arguments.values[entry.peak]
     if peak != optimizer.lr:
         reason = f"{entry.name} sets the learning rate from {entry.peak} and ignores the "
@@ -131,29 +103,18 @@ def choose_schedule(
 
 
 def _without_schedule(
-    overridden: SchedulerSection | None,
-    optimizer: OptimizerChoice,
-    run: RunFacts,
-    log: Log,
-    *,
-    own_pace: bool,
+    optimizer: OptimizerChoice, run: RunFacts, log: Log, *, own_pace: bool
 ) -> None:
     """Record why there is no schedule; the learning rate is then constant."""
-    key: str = SCHEDULER_TYPE
-    before: Any = None
-    severity: Severity = "note"
-    if overridden is not None:
-        before, severity = overridden.type, "warning"
-        reason = "an override disables the schedule, so the learning rate stays constant"
-    elif own_pace:
-        reason = f"no scheduler is configured, and {optimizer.name} adapts its own learning rate"
-    elif run.warmup_steps:
-        key, before, severity = "run.warmup_steps", run.warmup_steps, "warning"
+    if run.warmup_steps and not own_pace:
         reason = "no scheduler is configured, so the learning rate stays constant without "
         reason += 'a warm-up; write scheduler.type = "WarmupLR", or "auto"'
-    else:
-        reason = "no scheduler is configured, so the learning rate stays constant, as in DeepSpeed"
-    log.decide(key, before, None, reason, severity)
+        log.decide("run.warmup_steps", run.warmup_steps, None, reason, "warning")
+        return
+    reason = "no scheduler is configured, so the learning rate stays constant, as in DeepSpeed"
+    if own_pace:
+        reason = f"no scheduler is configured, and {optimizer.name} adapts its own learning rate"
+    log.decide(SCHEDULER_TYPE, None, None, reason)
 
 
 def _begun_anew(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,21 +129,6 @@ def _begun_anew(params: Mapping[str, Any]) -> dict[str, Any]:
             edits=[REMOVAL],
         )
     return others
-
-
-def _follow_override(
-    request: ScheduleRequest, params: dict[str, Any], optimizer: OptimizerChoice, log: Log
-) -> dict[str, Any]:
-    """Set the schedule's peak to an overridden learning rate, which otherwise has no effect."""
-    peak = request.entry.peak
-    if not request.lr_overridden or peak != "warmup_max_lr" or peak in request.overrides:
-        return params
-    written = params.get(peak)
-    if written is None or is_auto(written) or written == optimizer.lr:
-        return params
-    why = "follows the learning rate set by OptimizerResolver(overrides=…)"
-    log.decide(f"{SCHEDULER}.{peak}", written, optimizer.lr, why, "warning")
-    return {**params, peak: optimizer.lr}
 
 
 def _default_warmup(arguments: Arguments, run: RunFacts) -> None:

@@ -8,9 +8,8 @@ steps.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import attrs
 
@@ -42,10 +41,6 @@ class OptimizerResolver:
     cannot run is an error that names the closest alternative.
     """
 
-    overrides: Mapping[str, Any] | None = None
-    """Values that override the configuration and the run: ``{"lr": 3e-5}``,
-    ``{"scheduler.params.warmup_num_steps": 100}``, ``{"optimizer.type": "Lion"}``,
-    ``{"scheduler.type": None}`` for a constant learning rate."""
     groups: ParameterGroups | None = None
     """Parameter groups; ``None`` gives all parameters the same arguments."""
 
@@ -65,7 +60,6 @@ class OptimizerResolver:
             Situation.of(plan, context, precision, by_weight=by_weight),
             run=context.run,
             model=context.model,
-            overrides=self.overrides,
             groups=self.groups,
         )
 
