@@ -99,7 +99,7 @@ def grown_by(returned: bool) -> float:
     kept, before = [], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     def update() -> None:
-        for index in range(60):
+        for index in range(30):
             blocks = [torch.ones((3 + index % 5) * 2**20) for _ in range(4)]
             kept.append([torch.ones(2**13) for _ in range(4)])
             del blocks

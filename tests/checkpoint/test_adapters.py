@@ -160,22 +160,6 @@ def test_the_file_equals_the_one_that_diffusers_writes(kind, runs, tmp_path):
     assert len(settings) < len(full)
 
 
-def test_without_its_header_the_file_gives_another_output(runs, tmp_path):
-    """The settings are in the header because the tensors do not contain alpha."""
-    from safetensors.torch import load_file, save_file
-
-    engine, adapted = runs("sd3")
-    file = export_adapters(tmp_path / "whole", engine=engine)
-    save_file(load_file(file), tmp_path / "bare.safetensors")
-    expected = output_of(engine, adapted)
-    bare = output_without_engine(
-        loaded(adapted, tmp_path / "bare.safetensors"), adapted, expected.dtype
-    )
-    whole = output_without_engine(loaded(adapted, file), adapted, expected.dtype)
-    assert torch.equal(whole, expected)
-    assert not torch.allclose(bare, expected, rtol=1e-3)
-
-
 def test_a_model_folder_cannot_hold_adapters(runs, tmp_path):
     engine, _ = runs("sd3")
     with pytest.raises(CheckpointMismatchError, match="belongs to an adapter"):

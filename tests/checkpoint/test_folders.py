@@ -202,36 +202,6 @@ def test_prune_does_not_delete_a_checkpoint_that_was_moved_and_linked_back(tmp_p
     assert names(root) == ["step-00000001", "step-00000003"]
 
 
-def test_a_link_with_the_newest_name_is_not_counted(tmp_path, caplog):
-    made = steps(tmp_path, 1, 2)
-    elsewhere = publish(tmp_path / "elsewhere", step=1)
-    step_folder(tmp_path, 9).symlink_to(elsewhere)
-    assert prune(tmp_path, keep=1) == (made[0],)
-    assert latest_checkpoint(tmp_path) == made[1]
-    assert "step-00000009: is a symbolic link" in caplog.text
-    assert names(tmp_path) == ["elsewhere", "step-00000002", "step-00000009"]
-
-
-def test_a_stand_in_is_not_counted_if_a_link_has_its_name(tmp_path):
-    made = steps(tmp_path, 1)
-    publish(step_folder(tmp_path, 5)).rename(tmp_path / "step-00000005.old-000000000001")
-    step_folder(tmp_path, 5).symlink_to(tmp_path / "nowhere")
-    assert latest_checkpoint(tmp_path) == made[0]
-    assert prune(tmp_path, keep=1) == ()
-    assert made[0].exists()
-
-
-def test_a_link_and_the_stand_in_of_its_name_are_both_kept(tmp_path):
-    root, archive = tmp_path / "root", publish(tmp_path / "archive")
-    steps(root, 6)
-    beside = publish(step_folder(root, 5)).rename(root / "step-00000005.old-000000000001")
-    step_folder(root, 5).symlink_to(archive)
-    assert prune(root, keep=1) == ()
-    publish(step_folder(root, 6))
-    assert names(root) == ["step-00000005", beside.name, "step-00000006"]
-    assert verify_checkpoint(archive).extra == {"epoch": 1}
-
-
 def test_a_leftover_that_cannot_be_deleted_does_not_end_the_run(tmp_path, caplog, monkeypatch):
     older, newer = steps(tmp_path, 1, 2)
     (tmp_path / "step-00000002.tmp-000000000001").mkdir()
@@ -262,17 +232,6 @@ def test_the_users_files_in_a_checkpoint_are_kept(tmp_path):
     assert names(tmp_path) == ["last"]
 
 
-def test_a_users_file_is_kept_beside_a_new_one_of_the_same_name(tmp_path, monkeypatch):
-    final = publish(tmp_path / "last")
-    (final / "weights.old").write_text("mine")
-    staging = Staging(final)
-    fill(staging.path)
-    (staging.path / "weights.old").write_text("new")
-    staging.publish()
-    kept = [p for p in final.iterdir() if p.name.startswith("weights.old.former-")]
-    assert [p.read_text() for p in kept] == ["mine"]
-
-
 def test_the_users_files_survive_a_kill_before_the_former_checkpoint_is_deleted(tmp_path):
     final = publish(tmp_path / "last")
     (final / "notes.txt").write_text("text")
@@ -290,32 +249,6 @@ def test_only_files_that_saving_writes_are_deleted_from_a_damaged_checkpoint(tmp
     publish(final)
     assert "notes.txt" in names(final)
     assert "weights-00001-of-00001.safetensors" not in names(final)
-
-
-def test_a_fifo_in_place_of_a_file_is_skipped(tmp_path, caplog):
-    good, fifo, piped = steps(tmp_path, 1, 2, 3)
-    (fifo / "manifest.json").unlink()
-    os.mkfifo(fifo / "manifest.json")
-    size = (piped / "rank-0.safetensors").stat().st_size
-    assert size
-    (piped / "rank-0.safetensors").unlink()
-    os.mkfifo(piped / "rank-0.safetensors")
-    assert latest_checkpoint(tmp_path) == good
-    assert caplog.text.count("is not a regular file") == 2
-
-
-def test_an_unreadable_checkpoint_is_skipped(tmp_path, caplog, monkeypatch):
-    good, closed = steps(tmp_path, 1, 2)
-    real = Path.stat
-
-    def refusing(path, **arguments):
-        if closed in path.parents:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return real(path, **arguments)
-
-    monkeypatch.setattr(Path, "stat", refusing)
-    assert latest_checkpoint(tmp_path) == good
-    assert "cannot be read (Permission denied)" in caplog.text
 
 
 def test_an_unreadable_or_invalid_manifest_is_skipped(tmp_path, caplog, monkeypatch):
@@ -344,16 +277,6 @@ def test_an_unreadable_or_invalid_manifest_is_skipped(tmp_path, caplog, monkeypa
     }.items():
         (line,) = [each for each in caplog.messages if f"{path / MANIFEST}: " in each]
         assert why in line
-
-
-def test_nested_folders_do_not_cause_an_endless_search(tmp_path):
-    deep = tmp_path
-    for _ in range(60):
-        deep = deep / "step-00000001"
-    deep.mkdir(parents=True)
-    with pytest.raises(CheckpointError, match="no manifest"):
-        find_checkpoint(tmp_path)
-    assert latest_checkpoint(tmp_path) is None
 
 
 def test_a_name_with_a_null_byte_is_refused(tmp_path):

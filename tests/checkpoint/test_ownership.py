@@ -132,13 +132,6 @@ def test_a_warning_says_that_locks_are_not_supported(tmp_path, monkeypatch):
         assert "supports no file locks" in decision.reason
 
 
-def test_the_owner_of_a_longer_name_leaves_nothing_in_the_message(tmp_path, holder):
-    (tmp_path / OWNER_LOCK).write_text("x" * 400)
-    first = holder(tmp_path)
-    with pytest.raises(CheckpointError, match=rf"process {first.pid} on \S+ \(since \S+\) saves"):
-        RootHold(tmp_path)
-
-
 @pytest.mark.parametrize("way", ["fifo", "link", "folder", "file"])
 def test_a_folder_that_cannot_be_locked_raises_one_checkpoint_error(tmp_path, way):
     root = tmp_path / "root"

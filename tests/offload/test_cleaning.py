@@ -161,34 +161,6 @@ def test_a_lease_that_is_a_mount_point_is_kept(tmp_path, mounted, dead):
     assert (folder / "file").read_text() == "keep"
 
 
-def test_a_mount_inside_a_dead_lease_is_reported_and_untouched(tmp_path, mounted, dead):
-    folder = dead()
-    point = mounted(folder / "zero_stage_3" / "mounted", "-t", "tmpfs", "none")
-    (point / "file").write_text("keep")
-    report = cleanup_stale_swap(tmp_path)
-    assert "mounted here" in only(report.failures).reason
-    assert only(report.decisions).severity == "warning"
-    assert (point / "file").read_text() == "keep"
-
-
-def test_a_failure_reports_what_was_freed_before(tmp_path, dead, monkeypatch):
-    folder = dead()
-    (folder / "zero_stage_3" / "stuck").touch()
-    unlink = os.unlink
-
-    def refuse(name, **options):
-        if name == "stuck":
-            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-        unlink(name, **options)
-
-    monkeypatch.setattr(os, "unlink", refuse)
-    failure = only(cleanup_stale_swap(tmp_path).failures)
-    assert failure.reason == "Operation not permitted"
-    assert failure.path == folder
-    monkeypatch.undo()
-    assert [one.path for one in cleanup_stale_swap(tmp_path).removed] == [folder]
-
-
 @pytest.mark.parametrize("name", [None, f"{DRAFT_PREFIX}x"])
 def test_a_folder_of_another_user_is_not_a_failure(tmp_path, dead, monkeypatch, name):
     folder = dead()
@@ -329,11 +301,3 @@ def test_two_concurrent_cleaners_never_touch_live_runs(tmp_path, hold):
     for holder in holders[1:]:
         holder.leave()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_report_converts_to_plain_data(tmp_path, dead, bare_swap):
-    folder = dead()
-    data = cleanup_stale_swap(tmp_path).to_dict()
-    assert [one["path"] for one in data["removed"]] == [str(folder)]
-    assert [one["kind"] for one in data["kept"]] == ["bare"]
-    assert data["freed"] > 0

@@ -109,29 +109,3 @@ def test_a_root_deleted_during_a_run_gives_one_clear_error(tmp_path):
     assert kind == "OffloadError"
     assert "the swap folder was deleted during the run" in said
     assert "end" not in reached
-
-
-def test_a_full_disk_is_refused_before_training_with_the_numbers(tmp_path, mounted):
-    if not shutil.which("mkfs.ext4"):
-        pytest.skip("no mkfs.ext4 here")
-    image = tmp_path / "image"
-    image.touch()
-    with image.open("wb") as file:
-        file.truncate(16 * 1024**2)
-    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
-    root = mounted(tmp_path / "disk", "-o", "loop", str(image))
-    ((kind, said, reached),) = run_ranks(fails, str(root), str(tmp_path / "none"))
-    assert kind == "OffloadError"
-    assert "the plan swaps" in said
-    assert "are missing" in said
-    assert reached == ["start"]
-    assert [path.name for path in root.iterdir()] == ["lost+found"]
-
-
-def test_an_unusable_root_gives_one_clear_error(tmp_path):
-    root = tmp_path / "root"
-    root.touch()
-    ((error, said, reached),) = run_ranks(fails, str(root), str(tmp_path / "none"))
-    assert error == "OffloadError"
-    assert "is a file, not a folder" in said
-    assert reached == ["start"]

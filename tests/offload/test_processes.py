@@ -70,16 +70,6 @@ def test_a_lease_lives_as_long_as_any_of_its_ranks(tmp_path, hold):
     assert states(tmp_path) == {path: "stale"}
 
 
-def test_the_last_surviving_rank_removes_the_folder(tmp_path, hold):
-    first = hold(tmp_path, 0, 2, "")
-    path = Path(first.read() and first.read())
-    second = hold(tmp_path, 1, 2, run_id_of(path.name))
-    second.read()
-    first.kill()
-    second.leave()
-    assert not path.exists()
-
-
 def test_a_forked_worker_does_not_keep_a_dead_lease_alive(tmp_path, hold):
     holder = hold(tmp_path)
     path = Path(holder.read())

@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerotune._util.ownership import is_run_id, new_run_id
+from zerotune._util.ownership import is_run_id
 from zerotune._util.proc import ProcessIdentity
 from zerotune.errors import OffloadError
-from zerotune.offload.lease import lease_name, run_id_of
 from zerotune.offload.record import LeaseRecord
 
 records = st.builds(
@@ -47,20 +46,6 @@ def test_a_record_round_trips(record):
 def test_malformed_records_give_one_kind_of_error(text):
     with pytest.raises(OffloadError, match="lease record"):
         LeaseRecord.from_json(text)
-
-
-def test_writing_replaces_the_whole_file(tmp_path):
-    record = LeaseRecord.for_this_process(run_id="a", rank=3, world_size=4, plan_digest="b")
-    (tmp_path / "rank3.json").write_text("x" * 10_000)
-    record.write(tmp_path)
-    assert LeaseRecord.from_json((tmp_path / "rank3.json").read_text()) == record
-    assert [file.name for file in tmp_path.iterdir()] == ["rank3.json"]
-
-
-def test_run_ids_are_unique_and_are_read_back_from_folder_names():
-    ids = {new_run_id() for _ in range(1000)}
-    assert len(ids) == 1000
-    assert all(run_id_of(lease_name(run_id)) == run_id for run_id in ids)
 
 
 @settings(deadline=None)

@@ -46,11 +46,3 @@ def test_a_mount_is_not_crossed(opened, tmp_path, mounted, bind):
     with pytest.raises(OSError, match="another file system is mounted here"):
         dismantle(descriptor)
     assert (point / "file").read_text() == "keep"
-
-
-@pytest.mark.parametrize("kind", ["file", "link"])
-def test_only_folders_are_opened(tmp_path, kind):
-    path = tmp_path / kind
-    path.symlink_to(tmp_path) if kind == "link" else path.touch()
-    with pytest.raises(OSError, match=r"Not a directory|symbolic links"):
-        open_folder(path)

@@ -28,7 +28,7 @@ import attrs
 from zerotune._util import ownership
 from zerotune._util.files import open_regular, system_errors
 from zerotune._util.ownership import is_run_id
-from zerotune._util.proc import LOCAL_FILESYSTEMS, filesystem_kind, mount_identity
+from zerotune._util.proc import filesystem_kind, mount_identity
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError
 from zerotune.offload.record import LeaseRecord
@@ -452,7 +452,8 @@ def _judge(folder: int, lock: int, kind: str | None) -> Verdict:
         records = _read_records(folder)
     except OffloadError as error:
         return Verdict(state="unknown", reason=f"has a damaged record: {error.reason}")
-    doubt = _doubt(records, kind)
+    # A removal deletes the records after everything but the lock, so without them nothing is lost.
+    doubt = next((doubt for record in records if (doubt := record.doubt(kind))), None)
     return Verdict(
         state="unknown" if doubt else "stale",
         reason=doubt or "no process locks the folder",
@@ -466,17 +467,6 @@ def _read_records(folder: int) -> tuple[LeaseRecord, ...]:
         if is_record(name):
             records.append(LeaseRecord.read(name, within=folder))
     return tuple(sorted(records, key=lambda record: record.rank))
-
-
-def _doubt(records: tuple[LeaseRecord, ...], kind: str | None) -> str | None:
-    """Return why a free lock does not prove that the run has ended; ``None`` if it does."""
-    if not records and kind not in LOCAL_FILESYSTEMS:
-        where = kind or "this file system"
-        return (
-            f"the folder has no lease record, and on {where} an unlocked folder does not prove "
-            "that its run has ended"
-        )
-    return next((doubt for record in records if (doubt := record.doubt(kind))), None)
 
 
 # -- End a lease: who removes the folders, and what happens when that fails.
