@@ -25,7 +25,7 @@ PAGE = DOCS / "quickstart.md"
 CAUGHT = "nvme-optimizer-below-stage-3"
 """The rule that the page's configuration breaks."""
 FIRST_STEP = r"^step +1/"
-GOES_ON = r"^step: 0 -> 20 \(epoch 6, after 0 of 4 micro batches; continues from "
+GOES_ON = r"^step: 0 -> 20 \(after 5\.00 epochs; continues from "
 """The trainer's message on resuming the checkpoint of the page's first script."""
 
 

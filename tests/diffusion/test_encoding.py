@@ -16,20 +16,17 @@ from tests.support.declared_pipelines import (
     WITH_VIDEOS,
     flux_kontext,
     qwen_image_edit,
-    qwen_image_edit_plus,
 )
 from tests.support.ranks import run_ranks
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.diffusion import encode_dataset, load_pretrained
 from zerotune.diffusion.data import (
     AspectBuckets,
-    Augmentation,
     BucketStream,
     ImageFolder,
     PreparedImages,
     TextBeside,
 )
-from zerotune.diffusion.data.order import Draw
 from zerotune.errors import CollectiveError, DataError, MissingDependencyError
 
 
@@ -210,46 +207,6 @@ def edited(edits, **settings):
         ImageFolder(edits, captions=TextBeside(words="lines")),
         buckets=AspectBuckets(area=16 * 16, step=16), **settings,
     )  # fmt: skip
-
-
-@pytest.mark.parametrize("pipeline", [qwen_image_edit, qwen_image_edit_plus])
-def test_texts_encoded_with_their_image_train_alike_from_pixels_and_caches(
-    edits, tmp_path, pipeline
-):
-    loaded = load_pretrained(
-        pipeline(tmp_path / "edit"), frozen_dtype="fp32", reference_area=32 * 32
-    )
-    images = edited(edits, augmentation=Augmentation(caption_dropout=0.5, flip=0.5))
-    cached = encode_dataset(images, family=loaded.family, folder=tmp_path / "c", progress=False)
-    seen = set()
-    for epoch in range(6):
-        for index in range(2):
-            draw = Draw(index=index, epoch=epoch)
-            plain, one = images[draw], cached[draw]
-            seen.add((index, plain["captions"], images.augmentation.flips(draw)))
-            words = loaded.family.encode_texts(
-                [plain["captions"]], references=plain["reference_images"][None]
-            )
-            for name in ("prompt_embeds", "prompt_embeds_mask"):
-                torch.testing.assert_close(one[name], words[name][0])
-            # The reference keeps its own size, whatever the bucket's.
-            assert one["reference_latents"].shape == (4, 16, 16)
-            assert one["latents"].shape == (4, 8, 8)
-    assert len(seen) >= 8
-    same = [cached[Draw(index=n, epoch=e)]["prompt_embeds"] for n, e in told(images, "")]
-    assert (same[0] - same[-1]).abs().max() > 1e-5, "the empty text with another image"
-
-    pixels, latents = (next(BucketStream(d, micro_batch_size=2)) for d in (images, cached))
-    assert "reference_images" not in latents
-    assert loss_and_gradient(loaded, pixels)[0] == pytest.approx(
-        loss_and_gradient(loaded, latents)[0], rel=1e-6
-    )
-
-
-def told(images, caption):
-    """Return draws with this caption, the first image's before the second's."""
-    draws = [(n, e) for n in range(2) for e in range(20)]
-    return [(n, e) for n, e in draws if images.caption(Draw(index=n, epoch=e)) == caption]
 
 
 def test_the_size_at_which_a_reference_is_shown_is_part_of_the_cache_settings(tmp_path):

@@ -215,22 +215,6 @@ def test_a_missing_peft_is_named(monkeypatch):
         add_lora(tiny_sd3())
 
 
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [
-        ("a.b.lora_A.default.weight", "a.b.lora_A.weight"),
-        ("a.lora_B.x.bias", "a.lora_B.bias"),
-        ("a.lora_magnitude_vector.x.weight", "a.lora_magnitude_vector"),
-        ("t.lora_embedding_A.x", "t.lora_embedding_A"),
-        ("a.base_layer.weight", None),
-        ("lora_A.weight", None),
-    ],
-)
-def test_parameter_names_of_adapters_are_parsed(name, key):
-    parsed = AdapterParameter.parse(name)
-    assert (parsed.key if parsed else None) == key
-
-
 def test_names_in_files_equal_those_of_peft():
     from peft import get_peft_model_state_dict
 

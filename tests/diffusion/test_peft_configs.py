@@ -18,6 +18,7 @@ from tests.diffusion.adapting import (
 from tests.support.needs import needs
 from tests.support.ranks import ranks
 from tests.support.runs import Case, start
+from tests.support.sampling import sampled
 from zerotune.checkpoint import export_adapters, load_checkpoint, save_checkpoint
 from zerotune.diffusion import add_lora
 
@@ -65,7 +66,7 @@ def read_by_diffusers(kind: str, file: str) -> Any:
 
 
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("kind", SETTINGS)
+@pytest.mark.parametrize("kind", sampled(SETTINGS, ["LoKrConfig"]))
 @ranks(1)
 def test_peft_configurations_resume_and_load_in_peft_and_diffusers(kind, tmp_path):
     from peft import PeftModel

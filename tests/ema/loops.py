@@ -27,22 +27,16 @@ def loss_of(model: Any, index: int, dtype: torch.dtype = torch.float32) -> torch
 
 
 def with_accelerate(
-    source: Callable[[Any], Any], zero: dict[str, Any] | None
+    source: Callable[[Any], Any], zero: dict[str, Any]
 ) -> Iterator[tuple[Any, Any]]:
     from accelerate import Accelerator, DeepSpeedPlugin
 
-    plugin = None
-    if zero is not None:
-        if "RANK" not in os.environ:
-            os.environ |= {
-                "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
-            }  # fmt: skip
-        plugin = DeepSpeedPlugin(hf_ds_config=config(zero))
-    # With cpu=True accelerate silently ignores DeepSpeed.
-    accelerator = Accelerator(
-        cpu=plugin is None, gradient_accumulation_steps=ACCUMULATION, deepspeed_plugin=plugin
-    )
+    os.environ |= {
+        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+    }  # fmt: skip
+    plugin = DeepSpeedPlugin(hf_ds_config=config(zero))
+    accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATION, deepspeed_plugin=plugin)
     unet = tiny_unet()
     optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-3)
     model, optimizer = accelerator.prepare(unet, optimizer)
@@ -84,17 +78,17 @@ def config(zero: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def follow_loop(kind: str, zero: dict[str, Any] | None) -> dict[str, Any]:
+def follow_loop(kind: str, zero: dict[str, Any]) -> dict[str, Any]:
     """Run a loop; compare with a float64 EMA of its gathered weights."""
 
     def source(model: Any) -> EMAModel:
-        ema = EMAModel(model if zero is not None else model.parameters(), decay=DECAY)
-        ema.follow(model if zero is not None else model.parameters())
+        ema = EMAModel(model, decay=DECAY)
+        ema.follow(model)
         return ema
 
     loop = {
         "accelerate": lambda: with_accelerate(source, zero),
-        "deepspeed": lambda: with_deepspeed(source, zero or {}),
+        "deepspeed": lambda: with_deepspeed(source, zero),
     }[kind]()
     model, ema = next(loop)
     master = master_weights_of(model)

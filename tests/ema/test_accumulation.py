@@ -8,6 +8,7 @@ from tests.ema.engines import accumulate
 from tests.ema.test_shadow_on_engines import PARTITIONED
 from tests.support.ranks import run_ranks
 from tests.support.runs import Case
+from tests.support.sampling import nightly
 
 pytestmark = pytest.mark.deepspeed
 
@@ -22,7 +23,7 @@ def unchanged(case: Case, world_size: int) -> None:
 @pytest.mark.parametrize(
     ("case", "world_size"),
     [
-        (Case(stage=2, offload="cpu", precision="bf16", accumulation=2), 2),
+        *nightly((Case(stage=2, offload="cpu", precision="bf16", accumulation=2), 2)),
         (Case(stage=3, precision="bf16", accumulation=2, overrides=PARTITIONED), 1),
     ],
     ids=str,

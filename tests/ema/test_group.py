@@ -15,7 +15,7 @@ from zerotune.errors import InvalidValueError
 def shadows() -> dict[str, EMAShadow]:
     return {
         "fast": EMAShadow(decay=HalfLife(steps=3)),
-        "slow": EMAShadow(decay=HalfLife(samples=4000, batch_size=4), start_after=2),
+        "slow": EMAShadow(decay=HalfLife(steps=1000), start_after=2),
         "seldom": EMAShadow(decay=WarmupDecay(), update_every=3),
     }
 

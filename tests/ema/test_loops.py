@@ -10,7 +10,7 @@ from tests.ema.loops import STEPS, follow_loop
 from tests.support.ranks import run_ranks
 
 
-def check(results: list[dict[str, Any]], *, sharded: bool, partitioned: bool = False) -> None:
+def check(results: list[dict[str, Any]], *, partitioned: bool) -> None:
     for seen in results:
         assert seen.pop("error") <= 1e-6
         assert seen == {
@@ -19,24 +19,20 @@ def check(results: list[dict[str, Any]], *, sharded: bool, partitioned: bool = F
             "restored": True,
             "another": True,
             "unfinished": False,
-            "sharded": sharded,
+            "sharded": True,
             "partitioned": partitioned,
         }
 
 
-# An engine's ranks do so in the suite.
-@pytest.mark.nightly
-def test_the_ema_follows_an_accelerate_loop_on_two_processes():
-    check(run_ranks(follow_loop, "accelerate", None, world_size=2), sharded=False)
-
-
+# The scripts of examples/embedding do so in the suite.
 @pytest.mark.deepspeed
+@pytest.mark.nightly
 def test_the_ema_follows_an_accelerate_loop_with_deepspeed():
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-    check(run_ranks(follow_loop, "accelerate", zero), sharded=True)
+    check(run_ranks(follow_loop, "accelerate", zero), partitioned=False)
 
 
 @pytest.mark.deepspeed
 def test_the_ema_follows_a_deepspeed_loop_at_stage_3_in_bf16_on_two_processes():
     results = run_ranks(follow_loop, "deepspeed", {"stage": 3}, world_size=2)
-    check(results, sharded=True, partitioned=True)
+    check(results, partitioned=True)

@@ -14,6 +14,7 @@ from tests.ema.test_shadow import move, weights
 from tests.support.models import HostileNet, tiny_unet
 from tests.support.ranks import ranks
 from tests.support.runs import PLAIN, Case, start
+from tests.support.sampling import nightly
 from zerotune.ema import EMAModel, FileStore
 from zerotune.errors import CollectiveError, EMAError, InvalidValueError
 
@@ -124,7 +125,7 @@ def test_an_ema_of_an_engine_refuses_other_parameters():
 
 
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("call", ["copy_to", "restore"])
+@pytest.mark.parametrize("call", ["copy_to", *nightly("restore")])
 @ranks(2)
 def test_a_call_on_one_rank_names_the_missing_ranks(call, tmp_path):
     engine = start(Case(stage=2), tiny_unet())

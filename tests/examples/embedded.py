@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -149,22 +148,6 @@ def uninterrupted(micro: int, steps: int) -> list[float]:
     """Return the losses of the plain engine, without DeepSpeed or another trainer."""
     with new_trainer(micro=micro) as trainer:
         return list(trainer.fit(steps=steps).losses)
-
-
-def saved_by_accelerate(steps: int, folder: str, zero: dict[str, Any]) -> dict[str, Any]:
-    """Run the original script under a launcher, with accelerate's own ``save_state``."""
-    from accelerate.utils import InitProcessGroupKwargs
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    script = importlib.import_module("examples.embedding.accelerate_before")
-    # Without a GPU accelerate does not choose gloo by itself, and each process would run alone.
-    gloo = InitProcessGroupKwargs(backend="gloo")
-    script.Accelerator = partial(script.Accelerator, kwargs_handlers=[gloo])
-    seen = run_script("accelerate_before", steps, folder, zero)
-    if int(os.environ["RANK"]) == 0:
-        whole = get_fp32_state_dict_from_zero_checkpoint(folder)
-        np.savez(f"{folder}.npz", **{name: t.detach().numpy() for name, t in whole.items()})
-    return seen
 
 
 def gone_on_in_a_trainer(checkpoint: str, steps: int, zero: dict[str, Any]) -> dict[str, Any]:

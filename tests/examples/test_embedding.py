@@ -14,7 +14,6 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from examples.recipes.convert import convert
 
 from tests.examples import diffusers_script as script
 from tests.examples.embedded import (
@@ -27,7 +26,6 @@ from tests.examples.embedded import (
     objective,
     on_an_engine,
     run_script,
-    saved_by_accelerate,
     swapped_in_silence,
     uninterrupted,
 )
@@ -315,37 +313,6 @@ def test_a_trainer_resumes_an_embedded_checkpoint(checkpoint):
     assert seen["ema_steps"] == ALL, "the average goes on"
     assert "the data start at the beginning" in seen["decisions"]["data"]
     assert "shadows.ema" not in seen["decisions"]
-
-
-@engine_runs
-@pytest.mark.parametrize(
-    ("zero", "world_size"),
-    [(CPU, 1), (SHARDED, 2)],
-)
-@pytest.mark.nightly
-def test_a_checkpoint_of_save_state_is_converted_and_resumed(zero, world_size, tmp_path):
-    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    state = str(tmp_path / "state")
-    arguments = (saved_by_accelerate, BEFORE, state, zero)
-    run_ranks(*arguments, world_size=world_size, env=env if world_size == 1 else None)
-    checkpoint = str(convert(state, tmp_path / "converted"))
-    assert verify_checkpoint(checkpoint).plan.stage == zero["stage"]
-    # Resume under the other plan, in one process.
-    other = {"stage": 3, "offload": "none"} if zero is CPU else {"stage": 2, "offload": "cpu"}
-    (seen,) = run_ranks(gone_on_in_a_trainer, checkpoint, ALL, other)
-    whole = np.load(f"{state}.npz")
-    assert whole.keys() == seen["weights"].keys()
-    assert [n for n, t in seen["weights"].items() if not np.array_equal(t, whole[n])] == []
-    assert seen["step"] == BEFORE
-    assert seen["distance"] == 0, "the average begins with the loaded weights"
-    assert seen["ema_steps"] == ALL - BEFORE
-    assert seen["lr"] == pytest.approx(1e-2 * BEFORE / 5), "the schedule goes on"
-    for key in ("data", "generators", "shadows.ema", "scheduler.position"):
-        assert key in seen["decisions"]
-    assert "optimizer.params.lr" not in seen["decisions"], "nobody knows what it was"
-    if world_size == 1:
-        assert seen["losses"] == pytest.approx(expected(1)[BEFORE:], rel=ALIKE)
 
 
 @engine_runs

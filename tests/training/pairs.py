@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-import zerotune
-from tests.diffusion.test_activations import inputs, text_unet
 from tests.support.models import HostileNet
 from tests.support.runs import Case, start
 from zerotune.backend.trained_parts import frozen
@@ -97,66 +94,3 @@ def adversaries(rivals: Sequence[tuple[Case, Case]]) -> list[list[float]]:
         judge.close()
         found.append(losses)
     return found
-
-
-class Judged(torch.nn.Module):
-    """A diffusers U-Net as a generator or critic."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unet = text_unet()
-        self.given = inputs(self.unet)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        given = {**self.given, "sample": images}
-        return self.unet(**given, return_dict=False)[0]
-
-
-PAGE = Path(__file__).parents[2] / "docs" / "training.md"
-
-
-def example_of_the_page() -> str:
-    """Extract the page's loop with two models."""
-    (block,) = [
-        part.partition("```")[0]
-        for part in PAGE.read_text().split("```python\n")[1:]
-        if "import frozen" in part.partition("```")[0]
-    ]
-    return block
-
-
-def page_example(stage: int | None) -> list[float]:
-    """Run the page's loop; return critic and generator losses in turn. ``None``: no DeepSpeed."""
-    losses: list[float] = []
-
-    def noted(loss: torch.Tensor) -> torch.Tensor:
-        losses.append(float(loss.detach()))
-        return loss
-
-    batches = []
-    for number in range(3):
-        generator = torch.Generator().manual_seed(number)
-        noise = torch.randn(2, 4, 16, 16, generator=generator)
-        batches.append({"noise": noise, "images": noise.roll(1, 0)})
-    plan = zerotune.DeepSpeedPlan.build(
-        stage=stage or 0,
-        precision="fp32",
-        optimizer={"type": "AdamW", "params": {"lr": 1e-3}},
-        micro_batch_size=2,
-        stage3_param_persistence_threshold=0,
-    )
-
-    def prepare(**given: Any) -> Any:
-        return zerotune.prepare(**given, deepspeed=stage is not None)
-
-    names = {
-        "zerotune": type("zerotune", (), {"prepare": staticmethod(prepare)}),
-        "generator": Judged(),
-        "critic": Judged(),
-        "plan": plan,
-        "stream": batches,
-        "critic_loss": lambda made, real: noted((made - 1).pow(2).mean() + real.pow(2).mean()),
-        "generator_loss": lambda verdict: noted(verdict.pow(2).mean()),
-    }
-    exec(example_of_the_page(), names)
-    return losses

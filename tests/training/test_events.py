@@ -111,18 +111,6 @@ def test_a_full_disk_warns_once_and_training_goes_on(tmp_path, monkeypatch, capl
     assert [metrics.step for metrics in read_metrics(file.path)] == [1, 2, 8, 9]
 
 
-def test_an_unwritable_disk_warns_and_training_goes_on(tmp_path, monkeypatch, caplog):
-    def refused(*_, **__):
-        raise OSError(30, "Read-only file system")
-
-    file = MetricsFile(tmp_path / "deep" / "metrics.jsonl")
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "mkdir", refused)
-        drive(file, steps=range(1, 4))
-    assert "Read-only file system" in caplog.text
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_new_run_keeps_the_files_of_earlier_runs(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
     for loss in (1.0, 2.0, 3.0):

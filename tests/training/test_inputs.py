@@ -12,7 +12,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from diffusers import DDPMScheduler, StableDiffusionPipeline
+from diffusers import DDPMScheduler
 from PIL import Image
 from torch.utils.data import TensorDataset
 
@@ -22,7 +22,6 @@ from tests.support.models import tiny_unet
 from tests.support.ranks import ranks
 from zerotune import EMAShadow, export_model
 from zerotune.diffusion import DataStream
-from zerotune.diffusion.data import AspectBuckets, ImageFolder, PreparedImages
 from zerotune.diffusion.known_families import FAMILIES, FAMILY_NAMES, named_family
 from zerotune.diffusion.models.stable_diffusion import StableDiffusionXL
 from zerotune.errors import (
@@ -334,33 +333,6 @@ def test_batches_that_are_not_dicts_are_refused_with_a_reason() -> None:
     )
     with pytest.raises(DataError, match="list of Tensor, Tensor"):
         step._next_batch()
-
-
-@pytest.mark.deepspeed
-@ranks(1)
-def test_a_loaded_model_trains_under_its_plan_and_exports_as_a_pipeline(
-    tmp_path: Path,
-) -> None:
-    photos = tmp_path / "photos"
-    photos.mkdir()
-    for number in range(4):
-        Image.new("RGB", (64, 64), (60 * number, 9, 9)).save(photos / f"{number}.png")
-        (photos / f"{number}.txt").write_text(f"red {number}")
-    plan = DeepSpeedPlan.build(
-        stage=2, offload="cpu", precision="fp32", micro_batch_size=2, optimizer="AdamW", lr=1e-3
-    )
-    folder = pipelines.sd15(tmp_path / "sd15")
-    loaded = zerotune.load_pretrained(folder, plan=plan, family="sd15", frozen_dtype="fp32")
-    assert loaded.plan is plan
-    data = PreparedImages(ImageFolder(photos), buckets=AspectBuckets(area=64 * 64, step=64))
-    with zerotune.Trainer(model=loaded, data=data, ema=0.9, callbacks=()) as trainer:
-        trainer.fit(steps=2)
-        assert trainer.engine.plan.optimizer is not None
-        assert trainer.engine.plan.optimizer.lr == 1e-3
-        written = trainer.export(tmp_path / "out", weights=trainer.ema)
-        average = dict(trainer.emas.shadows["ema"].gather())
-    read = StableDiffusionPipeline.from_pretrained(written)
-    assert all(torch.equal(p.data, average[name]) for name, p in read.unet.named_parameters())
 
 
 def test_a_family_can_be_given_by_name() -> None:

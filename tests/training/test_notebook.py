@@ -1,17 +1,11 @@
-"""In a notebook: bars and tables, a second fit, a stopped cell, a second run in one process.
-
-No Jupyter kernel is needed: cells run in one namespace of one process, which emulates what rich
-asks of a kernel.
-"""
+"""Bars and charts in a notebook, whose kernel is emulated as far as rich asks of it."""
 
 from __future__ import annotations
 
 import warnings
 
-import pytest
-
 from tests.support.needs import needs
-from tests.support.ranks import ranks, run_ranks
+from tests.support.ranks import ranks
 from tests.training import notebook
 from tests.training.fakes import drive
 from zerotune.training import ProgressBar
@@ -34,26 +28,6 @@ def test_a_notebook_without_widgets_gets_lines_and_no_warning(capsys):
         assert notebook.displayed == []
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines] == ["1/25", "10/25", "20/25", "25/25"]
-
-
-@pytest.mark.deepspeed
-def test_cells_can_be_interrupted_resumed_and_run_again():
-    (cells,) = run_ranks(notebook.run_cells)
-    (whole,) = run_ranks(notebook.whole_run)
-    made, two, stopped, hit_twice, rest, twice, closed, again, end = cells
-    assert made["html"].startswith("<pre>")
-    assert two["losses"] == whole[:2]
-    assert "step 1/2" in two["said"]
-    assert two["html"].startswith("<pre>")
-    assert stopped["stopped"] == "signal SIGINT"
-    assert stopped["losses"] == whole[:3], "the step under way is finished"
-    assert hit_twice["error"].startswith("KeyboardInterrupt")
-    assert rest["losses"] == whole, "a second fit goes on, as if nothing had happened"
-    assert rest["stopped"] is None
-    assert "already trains" in twice["error"], "one clear error while the first is open"
-    assert closed["error"] == ""
-    assert len(again["losses"]) == 2
-    assert end["error"] == ""
 
 
 @ranks(1)

@@ -9,7 +9,7 @@ import torch
 
 from tests.support.ranks import ranks, run_ranks
 from tests.support.sampling import nightly
-from tests.training.pairs import PAIRS, RIVALS, adversaries, alone, page_example, together
+from tests.training.pairs import PAIRS, RIVALS, adversaries, alone, together
 
 
 def names(cases):
@@ -36,12 +36,3 @@ def test_a_model_trains_through_another_frozen_model(rivals):
     for expected, losses in run_ranks(adversaries, (RIVALS[0], rivals), world_size=2):
         assert len(set(expected)) == 8
         assert losses == pytest.approx(expected, rel=5e-5)
-
-
-@pytest.mark.deepspeed
-@pytest.mark.parametrize("stage", [3, *nightly(0, 1, 2)])
-@ranks(1)
-def test_the_example_on_the_page_trains_u_nets_at_every_stage(stage):
-    expected = page_example(None)
-    assert len(set(expected)) == 6
-    assert page_example(stage) == pytest.approx(expected, rel=1e-4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +11,6 @@ import torch
 
 from zerotune.diffusion import DataStream, ImageTensors
 from zerotune.diffusion.data.streams import RepeatedBatches
-from zerotune.training import Callback
 from zerotune.training.batches import as_stream
 from zerotune.training.save import (
     TrainerState,
@@ -22,7 +20,6 @@ from zerotune.training.save import (
     seed_everything,
     trainer_state,
 )
-from zerotune.training.step import PHASES, StepClock
 
 
 class OneOf:
@@ -74,22 +71,6 @@ def test_a_generator_state_survives_json():
     assert torch.equal(torch.randn(5, generator=again), expected)
 
 
-def test_the_clock_adds_up_repeated_phases():
-    clock = StepClock(torch.device("cpu"))
-    clock.start()
-    for _ in range(2):
-        with clock.phase("forward"):
-            time.sleep(0.02)
-    with clock.phase("data"):
-        time.sleep(0.01)
-    seconds, phases = clock.finish()
-    assert set(phases) == set(PHASES)
-    assert 0.04 <= phases["forward"] < phases["forward"] + phases["data"] <= seconds
-    assert phases["ema"] == 0.0
-    clock.start()
-    assert clock.finish()[1]["forward"] == 0.0
-
-
 def engine(rank=0, world_size=1, micro=2):
     group = OneOf(rank, world_size)
     return SimpleNamespace(group=group, plan=SimpleNamespace(micro_batch_size=micro))
@@ -138,17 +119,3 @@ def test_another_number_of_ranks_draws_new_noise_with_a_decision_and_keeps_the_d
     assert first != expected
     assert restore(state, OneOf())[0] == first, "fixed by the seed and the step"
     assert restore(state, OneOf(), step=5)[0] != first
-
-
-def test_every_callback_event_is_optional():
-    events = {name for name in dir(Callback) if name.startswith("on_")}
-    assert events == {
-        *("on_fit_start", "on_step_end", "on_stop", "on_fit_end", "on_save", "on_resume"),
-        *("on_values", "on_images", "on_finish", "on_close"),
-    }
-
-    class Silent(Callback):
-        pass
-
-    for name in ("on_save", "on_resume"):
-        assert getattr(Silent(), name)(None, None) is None

@@ -17,7 +17,6 @@ from tests.support.ranks import ranks, run_ranks
 from tests.training import workers
 from tests.training.workers import dataset, plan, regression, trainer
 from zerotune import DataStream, EMAShadow, OffloadManager, prepare
-from zerotune.errors import ZeroTuneError
 from zerotune.plan import ModelFacts
 from zerotune.training.events import read_metrics
 
@@ -129,39 +128,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(deepspeed, ranks, tmp_path):
     assert len(set(whole[0][0])) == 6, "the losses differ from step to step"
 
 
-@pytest.mark.parametrize(
-    ("deepspeed", "stage"),
-    [(False, 0), pytest.param(True, 1, marks=[pytest.mark.deepspeed, pytest.mark.nightly])],
-)
-def test_accumulating_four_micro_batches_equals_one_big_batch(deepspeed, stage):
-    (big,) = run_ranks(workers.accumulate, deepspeed, stage, 1)
-    (small,) = run_ranks(workers.accumulate, deepspeed, stage, 4)
-    assert small[0] == pytest.approx(big[0], rel=1e-5)
-    for name, value in big[1].items():
-        assert np.allclose(small[1][name], value, rtol=1e-4, atol=1e-5), name
-
-
-@ranks(2)
-def test_a_non_finite_loss_stops_every_rank_before_the_weights_change():
-    calls = []
-
-    def poisoned(engine, batch, generator):
-        calls.append(1)
-        loss = regression(engine, batch, generator)
-        last = engine.group.rank == engine.group.world_size - 1
-        return loss * float("nan") if len(calls) == 3 and last else loss
-
-    with trainer(False, objective=poisoned) as running:
-        running.fit(steps=2)
-        before = dict(running.engine.master_weights.gather())
-        with pytest.raises(ZeroTuneError, match=r"not finite at step 3 on rank\(s\) 1;") as caught:
-            running.fit(steps=4)
-        after = dict(running.engine.master_weights.gather())
-        assert all(torch.equal(before[name], after[name]) for name in before)
-        assert running.step == 2
-        assert "lower the learning rate" in str(caught.value)
-
-
 @ranks(1)
 def test_each_mistake_gives_one_clear_error():
     halves = [{"images": torch.zeros(3, 1, 8, 8), "labels": torch.zeros(3).long()}]
@@ -241,6 +207,8 @@ def test_a_trainer_refuses_the_stream_of_another_world():
 @ranks(1)
 def test_closing_one_engine_leaves_the_process_group_to_the_other():
     first, second = trainer(False), trainer(False)
+    again = error_of(lambda: trainer(False, model=second.engine.module))
+    assert "another open engine already trains this parameter" in again
     first.close()
     assert dist.is_initialized()
     assert second.fit(steps=1).losses[0] > 0

@@ -159,13 +159,6 @@ def regression(engine: Any, batch: Any, generator: Any) -> torch.Tensor:
     return torch.nn.functional.mse_loss(output, images)
 
 
-def accumulate(deepspeed: bool, stage: int, accumulation: int) -> tuple[list[float], Any]:
-    wanted = plan(stage=stage, offload="none", gradient_accumulation_steps=accumulation)
-    with trainer(deepspeed, wanted, objective=regression, ema=EMAShadow(decay=0.5)) as running:
-        report = running.fit(steps=4)
-        return list(report.losses), weights(running)["master"]
-
-
 def memory(running: Trainer) -> dict[str, Any]:
     """Return the estimated parts and the bytes of the tensors. Collective."""
     master = running.engine.master_weights

@@ -42,7 +42,6 @@ def _check_share(value: Any, *, key: str) -> None:
 
 _kept_share = validated(_check_share)
 _above_zero = validated(positive)
-_optional_above_zero = attrs.validators.optional(_above_zero)
 
 
 @attrs.frozen(kw_only=True)
@@ -108,45 +107,17 @@ class RampDecay:
 class HalfLife:
     """A constant decay, defined by the half-life of a step's weight in the average.
 
-    Pass ``steps``, or ``samples`` with ``batch_size``::
+    For a half-life in samples, divide it by the batch size::
 
-        HalfLife(steps=1000)
-        HalfLife(samples=500_000, batch_size=plan.train_batch_size)
+        HalfLife(steps=500_000 / plan.train_batch_size)
     """
 
-    steps: float | None = attrs.field(default=None, validator=_optional_above_zero)
+    steps: float = attrs.field(validator=_above_zero)
     """Half-life in optimizer steps."""
-    samples: float | None = attrs.field(default=None, validator=_optional_above_zero)
-    """Half-life in training samples."""
-    batch_size: float | None = attrs.field(default=None, validator=_optional_above_zero)
-    """Samples per optimizer step over all ranks; required with ``samples``."""
-
-    def __attrs_post_init__(self) -> None:
-        if (self.steps is None) == (self.samples is None):
-            raise InvalidValueError(
-                "needs either steps or samples",
-                "write HalfLife(steps=1000)",
-                "HalfLife",
-                (self.steps, self.samples),
-            )
-        if (self.samples is None) != (self.batch_size is None):
-            raise InvalidValueError(
-                "samples and batch_size must be given together",
-                "write HalfLife(samples=500_000, batch_size=plan.train_batch_size)",
-                "HalfLife",
-                (self.samples, self.batch_size),
-            )
-
-    @property
-    def in_steps(self) -> float:
-        """The half-life in optimizer steps."""
-        if self.samples is not None and self.batch_size is not None:
-            return self.samples / self.batch_size
-        return float(self.steps or 0.0)
 
     def at(self, step: int) -> float:  # noqa: ARG002 - the protocol's argument
-        """Return ``0.5 ** (1 / half-life in steps)``, the same for every step."""
-        return float(0.5 ** (1 / self.in_steps))
+        """Return ``0.5 ** (1 / steps)``, the same for every step."""
+        return float(0.5 ** (1 / self.steps))
 
 
 def as_schedule(decay: DecaySchedule | float) -> DecaySchedule:

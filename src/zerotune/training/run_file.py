@@ -259,7 +259,8 @@ class RunFile(Section):
             log.attempt(_override, content, each)
         run = log.outcome(lambda: read_section(cls, content, key="", log=log))
         for key in cls.required:
-            if value_at(content, key) in (UNSET, None):
+            inside = any(key.startswith(f"{each.key}.") for each in log.mistakes)
+            if not inside and value_at(content, key) in (UNSET, None):
                 log.refuse(InvalidValueError("is missing", "add it to the file", key))
         if run is not None and run.is_advised:
             _check_advised(run, log)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import math
 import os
 import random
 import time
@@ -320,16 +319,10 @@ def gone_on(
 
 
 def _place(stream: BatchStream | None) -> str:
-    """Return ``"epoch 3, after 48 of 120 micro batches; "``, or as much as is known."""
-    epoch, steps = getattr(stream, "epoch", None), getattr(stream, "steps_per_epoch", None)
-    if epoch is not None and steps is not None:
-        # Rounding may leave a finished epoch just below a whole number.
-        whole = math.floor(epoch + 1e-9)
-        done = round((epoch - whole) * steps)
-        whole_epoch = f"{steps:,.2f}".rstrip("0").rstrip(".")
-        return f"epoch {whole + 1}, after {done:,} of {whole_epoch} micro batches; "
+    """Return ``"after 2.40 epochs; "``, or as much as is known."""
+    epoch = getattr(stream, "epoch", None)
     if epoch is not None:
-        return f"epoch {math.floor(epoch + 1e-9) + 1}; "
+        return f"after {epoch:.2f} epochs; "
     if isinstance(stream, RepeatedBatches):
         return f"after {counted(stream.count, 'batch', 'batches')}; "
     return ""

@@ -17,13 +17,11 @@ import attrs
 import pytest
 import torch
 from PIL import Image
-from safetensors import safe_open
 from safetensors.torch import save
 
 from zerotune.diffusion.data import (
     AspectBuckets,
     Augmentation,
-    BucketStream,
     ImageFolder,
     Preparation,
     PreparedImages,
@@ -195,21 +193,6 @@ def test_masks_and_references_are_cached_with_their_image(tmp_path, photos):
     assert again() == 8, "of none of them a mask is kept any more"
 
 
-def test_a_run_switches_from_pixels_to_latents_with_worker_processes(some, tmp_path):
-    dataset = dataset_of(some, flip=0.5)
-    pixels = BucketStream(dataset, micro_batch_size=2, seed=1)
-    for _ in range(5):
-        next(pixels)
-    cached = CachedImages(dataset, latents=fill(dataset, tmp_path, Encoder()))
-    cached[0]  # Open a file: its handle must not be passed to the worker.
-    stream = BucketStream(cached, micro_batch_size=2, num_workers=1)
-    stream.load_state_dict(pixels.state_dict())
-    for _ in range(4):
-        wanted, batch = next(pixels), next(stream)
-        assert batch["captions"] == wanted["captions"]
-        torch.testing.assert_close(batch["latents"], Encoder()(wanted["images"])["latents"])
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -374,21 +357,6 @@ def test_a_flipped_bit_never_yields_wrong_data(some, tmp_path, part):
             ((key, said),) = errors.items()
             for words in (key, str(path), "delete the file and fill the cache again"):
                 assert words in said
-
-
-def test_a_cache_without_checksums_is_computed_again_with_a_decision(some, tmp_path):
-    dataset = dataset_of(some)
-    cache = fill(dataset, tmp_path, Encoder(), shard_size=100)
-    (path,) = cache.folder.glob("*.safetensors")
-    with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    path.write_bytes(save(tensors, metadata={"settings": LATENTS.digest()}))
-    old = TensorCache(tmp_path, settings=LATENTS)
-    assert len(old) == 0
-    assert "without checksums" in old.decisions[0].reason
-    encoder = Encoder()
-    fill(dataset, tmp_path, encoder)
-    assert len(encoder.seen) == 60
 
 
 def test_an_unwritable_or_unreadable_cache_names_the_file(some, tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from PIL import Image
 from tests.support.declared_pipelines import hunyuan_video, ltx, wan
 from tests.support.needs import needs
 from tests.support.ranks import ranks
+from tests.support.sampling import nightly
 from zerotune import DeepSpeedPlan, Trainer
 from zerotune.diffusion import encode_dataset, load_pretrained
 from zerotune.diffusion.data import (
@@ -297,7 +298,7 @@ def test_rotated_videos_are_turned_upright(tmp_path):
     assert corners == [False, True, False, False]
 
 
-@pytest.mark.parametrize("make", [wan, ltx, hunyuan_video], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [wan, *nightly(ltx, hunyuan_video)])
 def test_caches_hold_latents_with_a_frame_axis(make, root, tmp_path):
     family = load_pretrained(make(tmp_path / "model"), frozen_dtype="fp32").family
     space = family.parts.latents

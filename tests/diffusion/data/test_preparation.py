@@ -19,7 +19,6 @@ from zerotune.diffusion.data import (
     PreparedImages,
     TagShuffle,
     TextBeside,
-    preparation,
 )
 from zerotune.diffusion.data.order import Draw
 from zerotune.errors import InvalidValueError
@@ -230,49 +229,3 @@ def test_masks_and_references_are_cropped_with_their_image(tmp_path, photos):
     assert torch.equal(other["reference_images"], alone[0]["images"])
     batch = next(BucketStream(plain, micro_batch_size=2))
     assert batch["reference_images"].shape == (2, 3, 32, 32)
-
-
-def test_real_files_stream_once_per_epoch_and_resume_with_their_flips(folder):
-    def stream(rank, ranks, seed=4):
-        dataset = PreparedImages(
-            ImageFolder(folder),
-            buckets=SMALL,
-            minimum=4,
-            augmentation=Augmentation(flip=0.5, caption_dropout=0.2),
-        )
-        return BucketStream(dataset, micro_batch_size=4, rank=rank, world_size=ranks, seed=seed)
-
-    alone = stream(0, 1)
-    batches = [next(alone) for _ in range(90)]
-    named = [caption for batch in batches for caption in batch["captions"] if caption]
-    assert max(Counter(named).values()) <= 2
-    assert {batch["images"].shape[0] for batch in batches} == {4}
-    assert len({batch["images"].shape for batch in batches}) == 3
-    for batch in batches:
-        assert batch["images"].shape[2:] == tuple(batch["target_sizes"][0].tolist())
-    first = [stream(rank, 2) for rank in range(2)]
-    for step in range(20):
-        for rank in range(2):
-            same(next(first[rank]), batches[2 * step + rank])
-    for rank in range(3):
-        resumed = stream(rank, 3, seed=0)
-        resumed.load_state_dict(first[0].state_dict())
-        same(next(resumed), batches[40 + rank])
-
-
-def same(batch, other):
-    assert batch["captions"] == other["captions"]
-    torch.testing.assert_close(batch["images"], other["images"], rtol=0, atol=0)
-
-
-def test_an_image_without_augmentation_is_neither_copied_nor_seeded(tmp_path, monkeypatch):
-    Image.effect_noise((40, 40), 60).convert("RGB").save(tmp_path / "a.jpg")
-    (tmp_path / "a.txt").write_text("noise")
-    dataset = PreparedImages(ImageFolder(tmp_path), buckets=AspectBuckets(area=32 * 32, step=8))
-    expected = dataset[0]
-    monkeypatch.setattr(preparation, "derive_seed", None)
-    monkeypatch.setattr(Image.Image, "convert", None)
-    found = dataset[0]
-    assert found["captions"] == "noise"
-    assert found["images"].equal(expected["images"])
-    assert found["target_sizes"].tolist() == [32, 32]

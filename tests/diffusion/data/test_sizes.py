@@ -127,25 +127,6 @@ def test_a_damaged_index_is_rewritten(few, looked, tmp_path, content):
     assert looked() == 0
 
 
-def test_sizes_that_were_read_before_a_crash_are_kept(few, looked, monkeypatch):
-    monkeypatch.setattr(sources, "_BETWEEN_WRITES_S", 0)
-    pid = os.fork()
-    if not pid:
-        read, seen = sources.image_size, []
-
-        def die(*given):
-            seen.append(given)
-            return read(*given) if len(seen) < 5 else os._exit(0)
-
-        sources.image_size = die
-        opened(few)
-        os._exit(1)
-    assert os.waitpid(pid, 0)[1] == 0
-    looked()
-    opened(few)
-    assert 1 < looked() < 7
-
-
 def test_an_unwritable_cache_folder_does_not_fail_the_run(few, looked, tmp_path, monkeypatch):
     place = tmp_path / "a file"
     place.write_text("no folder")
@@ -190,18 +171,6 @@ def test_clips_are_decoded_only_once(tmp_path, cuttings, monkeypatch):
     assert decoded == []
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
-def test_the_size_is_that_of_the_upright_image(tmp_path, photos, kind, orientation):
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    file = tmp_path / f"a.{kind.lower()}"
-    photos[0].resize((40, 28)).save(file, kind, exif=exif)
-    expected = (28, 40) if orientation > 4 else (40, 28)
-    for check in ("whole", "header"):
-        assert image_size(file, check) == image_size(file.read_bytes(), check) == expected
-
-
 PLAIN = [{}, {"progressive": True}, {"quality": 20, "comment": b"c"}, {"restart_marker_rows": 1}]
 
 
@@ -218,14 +187,6 @@ def test_the_size_of_a_plain_jpeg_file_is_read_without_pillow(how, tmp_path, mon
         patched.setattr(images, "_open", None)
         assert image_size(jpeg(**how), "header") == (48, 32)
         assert image_size(tmp_path / "a.jpg", "header") == (48, 32)
-
-
-@pytest.mark.parametrize("orientation", [1, 6])
-def test_jpeg_files_with_an_orientation_are_read_upright(orientation):
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    content = jpeg(exif=exif)
-    assert image_size(content, "header") == image_size(content, "whole")
 
 
 @pytest.mark.parametrize("exif", [False, True])

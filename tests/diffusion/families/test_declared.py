@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import shutil
 import sys
 
 import diffusers
@@ -17,7 +15,7 @@ from tests.diffusion.families.training import example
 from tests.support.declared_pipelines import MAKERS
 from tests.support.sampling import sampled
 from zerotune.diffusion import PipelineFamily, load_pretrained, sample
-from zerotune.diffusion.models.declared import QwenImage, Sana, Wan, WanLowNoise, ZImage
+from zerotune.diffusion.models.declared import QwenImage, Wan, WanLowNoise, ZImage
 from zerotune.diffusion.models.latents import Tokens
 from zerotune.diffusion.models.probe import probe
 from zerotune.errors import DataError, InvalidValueError
@@ -124,26 +122,6 @@ def test_predictions_equal_those_of_the_hand_written_call(bare, name):
         assert (one is None and other is None) or torch.equal(one, other)
     assert ours.std() > 0.01
     assert (ours[0] - ours[1]).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("name", EDITS)
-def test_the_model_gets_the_position_of_the_edited_image(bare, name):
-    loaded = bare(name)
-    model, draw = loaded.model.eval(), torch.Generator().manual_seed(3)
-    known = example(loaded.family, model, step=0, share=0)
-    noisy, edited = (torch.randn(2, 4, *sides, generator=draw) for sides in ((8, 8), (12, 6)))
-    batch = {**known, "latents": noisy, "reference_latents": edited}
-    conditioning = loaded.family.conditioning(batch, torch.Generator())
-    with torch.no_grad():
-        ours = loaded.family.predict(model, noisy, TIMES, conditioning)
-        theirs = model(
-            hidden_states=torch.cat([tokens(noisy), tokens(edited)], 1), timestep=TIMES / 1000,
-            encoder_hidden_states=known["prompt_embeds"], return_dict=False,
-            encoder_hidden_states_mask=known["prompt_embeds_mask"],
-            img_shapes=[[(1, 4, 4), (1, 6, 3)]] * 2,
-        )[0][:, :16]  # fmt: skip
-    torch.testing.assert_close(ours, untokens(theirs, noisy), rtol=0, atol=1e-6)
-    assert ours.std() > 0.01
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 8, 8), (2, 4, 8, 12)])
@@ -282,18 +260,6 @@ class WithoutMask(ZImage):
     text_tensors = ("prompt_embeds",)
 
 
-class OneStepSprint(Sana):
-    """Sana-Sprint's pipeline, which drops the last of its time steps."""
-
-    pipeline = "SanaSprintPipeline"
-
-
-class Sprint(OneStepSprint):
-    def predicting_pipeline(self, model, scheduler):
-        scheduler.timesteps = scheduler.timesteps.expand(2, -1)
-        return super().predicting_pipeline(model, scheduler)
-
-
 @pytest.mark.parametrize(
     ("name", "family", "reason"),
     [
@@ -306,27 +272,6 @@ class Sprint(OneStepSprint):
 def test_an_invalid_declaration_is_refused_with_the_reason(folders, name, family, reason):
     with pytest.raises(InvalidValueError, match=reason):
         load_pretrained(folders[name], parts=False, family=family)
-
-
-def test_a_pipeline_that_drops_its_only_time_step_is_refused_with_a_fix_that_helps(
-    folders, tmp_path
-):
-    folder = shutil.copytree(folders["sana"], tmp_path / "sprint")
-    index = json.loads((folder / "model_index.json").read_text())
-    index |= {"_class_name": Sprint.pipeline, "scheduler": ["diffusers", "SCMScheduler"]}
-    (folder / "model_index.json").write_text(json.dumps(index))
-    diffusers.SCMScheduler().save_pretrained(folder / "scheduler")
-    kind = diffusers.SanaTransformer2DModel
-    config = kind.load_config(folder, subfolder="transformer")
-    kind.from_config(config, guidance_embeds=True).save_pretrained(folder / "transformer")
-    with pytest.raises(InvalidValueError, match=r"append a value to scheduler\.timesteps") as error:
-        load_pretrained(folder, parts=False, family=OneStepSprint)
-    assert str(error.value).count("Fix:") == 1
-    loaded = load_pretrained(folder, parts=False, family=Sprint)
-    texts = {"prompt_embeds": torch.randn(2, 5, 32), "prompt_attention_mask": torch.ones(2, 5)}
-    noisy = torch.randn(2, 4, 8, 8)
-    prediction = loaded.family.predict(loaded.model, noisy, torch.tensor([1.2, 0.4]), texts)
-    assert prediction.shape == noisy.shape
 
 
 def altered(monkeypatch, kind, change):

@@ -178,23 +178,6 @@ def test_schedulers_that_denoising_cannot_use_are_refused(folders, tmp_path):
         DenoisingObjective(scheduler=exponential)
 
 
-def test_the_training_scheduler_has_the_settings_of_the_sampling_one(folders, tmp_path):
-    scheduler = load_pretrained(folders["sdxl"], parts=False).scheduler
-    assert (scheduler.config.beta_start, scheduler.config.beta_schedule) == (
-        0.00085,
-        "scaled_linear",
-    )
-    assert load_pretrained(folders["sd3"], parts=False).scheduler.config.shift == 3.0
-    velocity = edited(folders["sd15"], tmp_path / "v")
-    path = velocity / "scheduler" / "scheduler_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"prediction_type": "v_prediction"}))
-    loaded = load_pretrained(velocity, parts=False)
-    assert loaded.scheduler.config.prediction_type == "v_prediction"
-    other = DDPMScheduler(prediction_type="sample")
-    chosen = loaded.objective(scheduler=other).scheduler
-    assert chosen.config.prediction_type == "sample"
-
-
 def test_parts_can_be_left_out(folders):
     bare = load_pretrained(folders["flux"], parts=False)
     assert bare.family.parts is None

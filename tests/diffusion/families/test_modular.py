@@ -21,7 +21,7 @@ from zerotune.diffusion.models.declared import Flux, QwenImage, Wan
 from zerotune.diffusion.models.family import Drawing
 from zerotune.diffusion.models.modular import blocks_pipeline
 from zerotune.diffusion.models.stable_diffusion import StableDiffusionXL
-from zerotune.errors import InvalidValueError, MissingDependencyError
+from zerotune.errors import InvalidValueError
 
 MAKERS = {"sdxl": sdxl, "flux": flux, **{name: DECLARED[name] for name in ("qwen-image", "wan")}}
 PAGE = Path(__file__).parents[3] / "docs" / "blocks.md"
@@ -193,10 +193,3 @@ def test_unusable_blocks_are_refused_with_the_reason():
         blocks_pipeline("FluxAutoBlocks", "text2video")
     with pytest.raises(InvalidValueError, match="no block named 'text_encoder'"):
         blocks_pipeline("MiniMaxMusic3Blocks")
-
-
-def test_a_missing_package_of_a_block_is_named(load, monkeypatch):
-    _, blocks = load("wan")
-    monkeypatch.delattr(wan_encoders, "ftfy")
-    with pytest.raises(MissingDependencyError, match=r"WanTextEncoderStep needs .*'ftfy'"):
-        blocks.family.encode_texts(["a"])

@@ -236,16 +236,13 @@ class TensorCache:
                 metadata = file.metadata() or {}
                 names = list(file.keys())
             sums = json_of(metadata.get("checksums", "null"))
-            if sums is not None and sums.keys() != set(names):
+            if sums.keys() != set(names):
                 raise ValueError("the checksums do not match the tensors in the file")
         except (SafetensorError, OSError, ValueError, AttributeError) as error:
             self._set_aside(path, f"is damaged ({error})")
             return
         if metadata.get("settings") != self.settings.digest():
             self._set_aside(path, "was written with different settings")
-            return
-        if sums is None:
-            self._set_aside(path, "has an old format without checksums")
             return
         self._seen.add(path)
         by_key: dict[str, dict[str, str]] = {}

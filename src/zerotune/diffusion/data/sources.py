@@ -8,7 +8,6 @@ import itertools
 import logging
 import os
 import sqlite3
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,7 +55,6 @@ _INDEX_TABLE: Final = (
     "CREATE TABLE IF NOT EXISTS sizes (name TEXT PRIMARY KEY, stamp TEXT, width INT, height INT, "
     "frames INT)"
 )
-_BETWEEN_WRITES_S: Final = 60.0
 _logger: Final = logging.getLogger("zerotune")
 
 
@@ -78,7 +76,6 @@ class SizeIndex:
         self._stored: dict[str, tuple[str, Numbers]] = {}
         self._new: list[tuple[Any, ...]] = []
         self._reused = 0
-        self._written = time.monotonic()
         self._refusal: Exception | None = None
 
     @contextmanager
@@ -100,7 +97,7 @@ class SizeIndex:
         try:
             yield self
         finally:
-            self._save(last=True)
+            self._save()
 
     def get(self, name: str, read: Callable[[], Numbers]) -> Numbers:
         """Return the size of an image or clip from the cache, or from ``read``, and cache it.
@@ -115,8 +112,6 @@ class SizeIndex:
         numbers, stamp = read(), self._stamps.get(name)
         if stamp is not None:
             self._new.append((name, stamp, *numbers, *[None] * (3 - len(numbers))))
-            if time.monotonic() - self._written > _BETWEEN_WRITES_S:
-                self._save()
         return numbers
 
     @property
@@ -179,25 +174,19 @@ class SizeIndex:
             for name, stamp, *numbers in database.execute("SELECT * FROM sizes")
         }
 
-    def _save(self, *, last: bool = False) -> None:
-        """Store the new entries, without those of files that no longer exist, and go on."""
+    def _save(self) -> None:
+        """Store the new entries, without those of files that no longer exist."""
         if self._database is None:
             return
-        gone, new, self._new = self._stored.keys() - self._stamps.keys(), self._new, []
+        gone = [(name,) for name in self._stored.keys() - self._stamps.keys()]
         try:
             if self._database.in_transaction:
-                self._database.executemany(
-                    "DELETE FROM sizes WHERE name = ?", [(name,) for name in gone]
-                )
-                self._database.executemany("REPLACE INTO sizes VALUES (?, ?, ?, ?, ?)", new)
+                self._database.executemany("DELETE FROM sizes WHERE name = ?", gone)
+                self._database.executemany("REPLACE INTO sizes VALUES (?, ?, ?, ?, ?)", self._new)
                 self._database.execute("COMMIT")
-                if not last:
-                    self._database.execute("BEGIN IMMEDIATE")
         except sqlite3.Error as error:
             self._refusal = error
-        self._written = time.monotonic()
-        if last:
-            self._database.close()
+        self._database.close()
 
 
 def stamp_of(files: Iterable[str | Path]) -> Stamp | None:
