@@ -14,20 +14,28 @@ from functools import partial
 
 from stress.faults.acts import Acts
 from stress.faults.campaign import Faults, campaign, table
-from stress.faults.checkpoints import Checkpoints
+from stress.faults.checkpoints import IN_HOST_MEMORY, Checkpoints
+from stress.faults.disks import Disks
 from stress.faults.interrupts import Interrupts
 from stress.faults.killing import HostKills, Kills
+from stress.faults.nans import NaNs
 from stress.faults.ranks import RankFaults
+from stress.faults.signals import Signals
 from stress.faults.trainee import STREAMED
 
 CLASSES: dict[str, Callable[[], Faults]] = {
-    "damaged checkpoints": Checkpoints,
+    "damaged checkpoints": partial(Checkpoints, "damage"),
+    "crafted checkpoints": partial(Checkpoints, "manifest", "header", "trainer"),
+    "host optimizers": partial(Checkpoints, "damage", "manifest", "header", cases=IN_HOST_MEMORY),
     "kills": Kills,
     "kills in a host step": HostKills,
     "kills of streamed runs": partial(HostKills, tuple(STREAMED)),
+    "NaN": NaNs,
     "rank faults": RankFaults,
     "agents per machine": partial(RankFaults, torchrun=True, machines=True),
+    "signals": Signals,
     "interrupts": Interrupts,
+    "disks": Disks,
     "acts between steps": Acts,
 }
 

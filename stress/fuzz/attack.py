@@ -1,8 +1,10 @@
-"""Operations on a case; foreign exceptions and long run times are failures."""
+"""Operations on a case; foreign exceptions, long run times and high memory use are failures."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import io
 import json
 import os
@@ -28,8 +30,11 @@ from zerotune.platform import Platform
 
 LONGEST: Final = 2.0
 """Maximum CPU seconds of an operation."""
+MOST: Final = 200 * 2**20
+"""Maximum memory growth of this process during an operation, in bytes."""
 _HOPELESS: Final = 30.0
 """CPU seconds after which an operation is aborted."""
+_ANSWERS: Final = frozenset({200, 400, 404, 409, 413, 422})
 _MACHINES: Final = {
     "cuda": Platform.synthetic("cuda", device_count=8),
     "cpu": Platform.synthetic("cpu"),
@@ -64,14 +69,18 @@ class Attacker:
 
     Args:
         folder: Folder for the files of cases and for output.
+        client: A client of the builder, or ``None``.
         longest: Maximum CPU seconds of an operation.
     """
 
-    def __init__(self, folder: Path, *, longest: float = LONGEST) -> None:
+    def __init__(self, folder: Path, client: Any = None, *, longest: float = LONGEST) -> None:
         self._folder = folder
+        self._client = client
         self._longest = longest
+        self._base = 0
         self.operations = 0
         self.slowest = 0.0
+        self.largest = 0
 
     def __call__(self, case: Case, only: str = "") -> list[Failure]:
         """Return all failures of a case; its seed determines the operations.
@@ -84,7 +93,7 @@ class Attacker:
         self._folder.mkdir(parents=True)
         failures: list[Failure] = []
         with _inside(self._folder):
-            for name, operation in _operations(case, self._folder):
+            for name, operation in _operations(case, self._folder, self._client):
                 if only and name != only and not name.startswith(("load", "resolve ")):
                     continue
                 failure = self._done(name, operation)
@@ -94,6 +103,7 @@ class Attacker:
 
     def _done(self, name: str, operation: Callable[[], object]) -> Failure | None:
         self.operations += 1
+        before = self._before()
         started = time.process_time()
         try:
             with _stopped_after(_HOPELESS):
@@ -107,17 +117,33 @@ class Attacker:
                 raise
             what = f"{type(error).__name__}: {str(error)[:300]}"
             return Failure(operation=name, what=what, place=_place_of(error))
-        spent = time.process_time() - started
-        self.slowest = max(self.slowest, spent)
+        spent, grown = time.process_time() - started, _peak() - before
+        self.slowest, self.largest = max(self.slowest, spent), max(self.largest, grown)
         if spent > self._longest:
             return Failure(operation=name, what=f"time: {spent:.2f} s")
+        if grown > MOST:
+            return Failure(operation=name, what=f"memory: {grown / 2**20:.0f} MiB")
         return None
+
+    def _before(self) -> int:
+        """Return memory in use before an operation, after freeing what earlier operations left."""
+        resident = _status("VmRSS")
+        if resident > self._base + 16 * 2**20:
+            gc.collect()
+            _trim()
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # Reset the peak.
+        resident = _status("VmRSS")
+        self._base = min(self._base, resident) if self._base else resident
+        return resident
 
 
 # -- Operations.
 
 
-def _operations(case: Case, folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
+def _operations(
+    case: Case, folder: Path, client: Any
+) -> Iterator[tuple[str, Callable[[], object]]]:
     chance = random.Random(f"operations of {case.seed}")
     file = folder / f"case{case.suffix}"
     file.write_bytes(case.content())
@@ -129,6 +155,8 @@ def _operations(case: Case, folder: Path) -> Iterator[tuple[str, Callable[[], ob
     yield from _commands(case, file, chance)
     if plans:
         yield from _verbs(plans[0], folder, chance)
+    if client is not None:
+        yield from _endpoints(case, file, plans, client, chance)
 
 
 def _verbs(
@@ -233,6 +261,34 @@ def _command(arguments: list[str]) -> None:
         raise AssertionError("status 2 without a word")
 
 
+def _endpoints(
+    case: Case, file: Path, plans: list[DeepSpeedPlan], client: Any, chance: random.Random
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    try:
+        config = json.loads(case.text)
+    except (ValueError, RecursionError):
+        config = plans[0].to_dict() if plans else {}
+    state = {"config": config, "launch": {}, "setup": {"family": chance.choice(("sdxl", ""))}}
+    bodies: dict[str, Any] = {
+        "/open": chance.choice(({"path": file.name}, {"text": case.text, "name": file.name})),
+        "/preview": {"state": state},
+        "/advise": {"state": state},
+        "/save": {"state": state, "path": f"saved{case.suffix}"},
+        "/apply": {"state": state},
+    }
+    for path in chance.sample(sorted(bodies), 2):
+        yield f"endpoint {path}", lambda path=path: _asked(client, path, json.dumps(bodies[path]))
+    yield "endpoint raw", lambda: _asked(client, "/preview", case.text)
+
+
+def _asked(client: Any, path: str, body: str) -> None:
+    sent = body.encode("utf-8", "surrogatepass")
+    answer = client.post(f"/api{path}", content=sent, headers={"content-type": "application/json"})
+    if answer.status_code not in _ANSWERS:
+        raise AssertionError(f"status {answer.status_code}: {answer.text[:200]}")
+    answer.json()
+
+
 # -- Limits.
 
 
@@ -258,6 +314,24 @@ def _inside(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.chdir(before)
+
+
+def _trim() -> None:
+    """Return freed memory to the system, if the C library supports it."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _peak() -> int:
+    return _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:  # Not Linux: memory is not checked.
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), 0)
 
 
 def _place_of(error: BaseException) -> str:

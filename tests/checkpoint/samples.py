@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,9 @@ from zerotune.checkpoint.manifest import (
     ParameterRecord,
     PlanRecord,
     TensorRecord,
-    _content_digest,
 )
 from zerotune.checkpoint.staging import Staging
 from zerotune.checkpoint.tensors import EXPORT, TensorFile, TensorSpec, TensorWriter
-
-
-def sign(folder: Path, content: dict[str, Any]) -> None:
-    """Write a manifest with a valid hash."""
-    content.pop("sha256", None)
-    (folder / MANIFEST).write_text(json.dumps({**content, "sha256": _content_digest(content)}))
 
 
 def file_record(*, nbytes: int, sha256: str) -> FileRecord:

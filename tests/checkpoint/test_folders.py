@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.samples import fill, publish, sign
+from tests.checkpoint.crafted import sign
+from tests.checkpoint.samples import fill, publish
 from zerotune.checkpoint import latest_checkpoint
 from zerotune.checkpoint import manifest as manifests
 from zerotune.checkpoint.folders import (

@@ -94,11 +94,30 @@ def test_formats_of_states_survive_a_round_trip():
     assert Manifest.from_json(manifest.to_json()) == manifest
 
 
+@pytest.mark.parametrize(
+    "form",
+    [{"dtype": "int64"}, {"dtype": "uint8"}, {"codebook": "e5m3"}, {"block": 0}, {"block": 256}],
+    ids=str,
+)
+def test_an_unknown_format_of_a_state_is_refused(form):
+    with pytest.raises(CheckpointCorruptError, match="formats"):
+        Manifest.from_json(resigned(lambda content: coded(content, exp_avg=form)))
+
+
 @pytest.mark.parametrize("codebook", ["dynamic tree", "secret"])
 def test_codes_of_another_codebook_are_refused_instead_of_misread(codebook):
     form = {"dtype": "uint8", "codebook": codebook}
     with pytest.raises(CheckpointError, match=f"{codebook}.*it reads e4m3 and e5m3"):
         Manifest.from_json(resigned(lambda content: coded(content, exp_avg=form)))
+
+
+def test_codes_of_a_parameter_without_scales_are_refused():
+    def change(content):
+        coded(content)
+        content["parameters"][0]["states"] = ["exp_avg"]
+
+    with pytest.raises(CheckpointCorruptError, match="'weight' has codes without scales"):
+        Manifest.from_json(resigned(change))
 
 
 @pytest.mark.parametrize("name", ["../elsewhere", "/etc/passwd", "", ".."])
@@ -112,6 +131,21 @@ def test_a_file_name_outside_the_folder_is_refused(name):
 def test_a_missing_key_is_named(key):
     with pytest.raises(CheckpointCorruptError, match=key):
         Manifest.from_json(resigned(lambda content: content.pop(key)))
+
+
+@pytest.mark.parametrize("scale", [0, -2.0, None, "1"])
+@pytest.mark.parametrize("name", ["scale", "cur_scale"])
+def test_a_loss_scale_that_would_divide_by_zero_is_refused(name, scale):
+    text = resigned(lambda content: content["state"].update(loss_scaler={name: scale}))
+    with pytest.raises(CheckpointCorruptError, match=name):
+        Manifest.from_json(text)
+
+
+@pytest.mark.parametrize("name", ["", "two words", "step", "exp_avg"])
+def test_an_unknown_counter_of_a_parameter_is_refused(name):
+    text = resigned(lambda content: content["parameters"][0].update(scalars={name: 1}))
+    with pytest.raises(CheckpointCorruptError, match=r"'weight' has the unknown counter"):
+        Manifest.from_json(text)
 
 
 def test_a_missing_manifest_is_named(tmp_path):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from zerotune.checkpoint.contents import persistent_buffers, plain_data
 from zerotune.checkpoint.generators import capture_generators, restore_generators
-from zerotune.errors import CheckpointError
+from zerotune.errors import CheckpointCorruptError, CheckpointError
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +44,13 @@ def test_restored_generators_continue_where_they_were():
     random.seed(9)
     restore_generators({key: tensor.clone() for key, tensor in tensors.items()}, text)
     assert [draw() for _ in range(3)] == expected
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"numpy": [1], "python": [3, null]}'])
+def test_invalid_generator_states_are_refused(text):
+    tensors, _ = capture_generators()
+    with pytest.raises(CheckpointCorruptError, match="random number generators"):
+        restore_generators(tensors, text)
 
 
 def test_only_persistent_buffers_are_saved_and_shared_ones_once():

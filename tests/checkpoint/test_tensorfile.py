@@ -141,6 +141,8 @@ def test_missing_tensors_and_elements_are_named(tmp_path):
             CheckpointCorruptError, match=r"has 3 elements, but elements 2 to 4 are needed"
         ):
             reader.fill(torch.zeros(2), "a", 2)
+        with pytest.raises(CheckpointCorruptError, match=r"instead of torch\.float32 \(4,\)"):
+            reader.check("a", torch.float32, (4,))
         path.write_bytes(path.read_bytes()[:-5])
         with pytest.raises(CheckpointCorruptError, match=r"the file ends 5 bytes too early"):
             reader.tensor("a")

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.checkpoint.samples import sign
+from stress.faults.resuming import Resumed
+from tests.checkpoint.crafted import sign
 from tests.support.errors import error_of
 from tests.support.ranks import ranks, run_ranks
-from tests.training.resumed import Resumed
 from zerotune import DeepSpeedPlan, Trainer
 from zerotune.checkpoint.manifest import MANIFEST
 from zerotune.errors import DataError

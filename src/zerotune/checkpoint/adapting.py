@@ -105,7 +105,8 @@ def adapted_state(manifest: Manifest, engine: Engine) -> Adapted:
     state = manifest.state
     accumulation = engine.plan.gradient_accumulation_steps
     same = manifest.plan and manifest.plan.gradient_accumulation_steps == accumulation
-    if not same:
+    # Saving never happens within an accumulation window, whatever the manifest says.
+    if not same or state.micro_step % accumulation:
         state = attrs.evolve(state, micro_step=state.global_step * accumulation)
     schedule: tuple[Decision, ...] = ()
     if engine.plan.scheduler is not None and _POSITION not in state.scheduler:

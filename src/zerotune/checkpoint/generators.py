@@ -12,6 +12,7 @@ import torch
 
 from zerotune._util.text import json_of
 from zerotune.backend.accelerator import current_accelerator
+from zerotune.errors import CheckpointCorruptError
 
 GENERATOR: Final = "rng/"
 """Name prefix of generator states in a rank's file."""
@@ -44,18 +45,37 @@ def capture_generators() -> tuple[dict[str, torch.Tensor], str]:
 
 def restore_generators(tensors: Mapping[str, torch.Tensor], text: str) -> None:
     """Restore a state captured by ``capture_generators``."""
-    numbers = json_of(text)
-    kind, position, has_gauss, cached = numbers["numpy"]
-    version, gauss_next = numbers["python"]
-    keys = _as_numbers(tensors[GENERATOR + "numpy"], "<u4")
-    state = _as_numbers(tensors[GENERATOR + "python"], "<u8")
+    python, numpy = check_generators(tensors, text)
     torch.set_rng_state(tensors[GENERATOR + "torch_cpu"].contiguous())
-    random.setstate((version, tuple(map(int, state)), gauss_next))
-    np.random.set_state((kind, keys, position, has_gauss, cached))
+    random.setstate(python)
+    np.random.set_state(numpy)
     accelerator = current_accelerator()
-    on_device = tensors.get(f"{GENERATOR}torch_{accelerator.device.type}")
-    if on_device is not None and not accelerator.is_host:
-        accelerator.restore_random_state(on_device.contiguous())
+    state = tensors.get(f"{GENERATOR}torch_{accelerator.device.type}")
+    if state is not None and not accelerator.is_host:
+        accelerator.restore_random_state(state.contiguous())
+
+
+def check_generators(tensors: Mapping[str, torch.Tensor], text: str) -> tuple[Any, Any]:
+    """Parse the saved states of Python's and numpy's generators, and try them on new generators."""
+    try:
+        numbers = json_of(text)
+        kind, position, has_gauss, cached = numbers["numpy"]
+        version, gauss_next = numbers["python"]
+        keys = _as_numbers(tensors[GENERATOR + "numpy"], "<u4")
+        state = tuple(int(number) for number in _as_numbers(tensors[GENERATOR + "python"], "<u8"))
+        python = (version, state, None if gauss_next is None else float(gauss_next))
+        numpy = (kind, keys, position, has_gauss, cached)
+        if type(position) is not int or not 0 <= position <= len(keys):
+            raise ValueError(f"a position of {position!r}")
+        torch.Generator().set_state(tensors[GENERATOR + "torch_cpu"].contiguous())
+        random.Random().setstate(python)  # noqa: S311 - nothing is drawn from it
+        np.random.RandomState().set_state(numpy)
+    except (LookupError, TypeError, ValueError, RuntimeError, ArithmeticError) as error:
+        raise CheckpointCorruptError(
+            f"the state of the random number generators cannot be restored ({error})",
+            key=GENERATOR_TEXT,
+        ) from error
+    return python, numpy
 
 
 def _generator_bytes(numbers: np.ndarray[Any, Any]) -> torch.Tensor:

@@ -19,17 +19,19 @@ from zerotune.checkpoint.adapting import (
     world_decisions,
 )
 from zerotune.checkpoint.comparison import changes, check_accumulation, check_model, load_decision
-from zerotune.checkpoint.contents import ShadowLike, persistent_buffers
+from zerotune.checkpoint.contents import BUFFER, ShadowLike, persistent_buffers
 from zerotune.checkpoint.files import check_files, check_hashes
 from zerotune.checkpoint.folders import find_checkpoint
-from zerotune.checkpoint.generators import restore_generators
+from zerotune.checkpoint.generators import check_generators, restore_generators
 from zerotune.checkpoint.manifest import Manifest
 from zerotune.checkpoint.reader import (
     CheckpointReader,
     Filler,
     ShadowTensors,
+    rank_subject,
+    state_subject,
 )
-from zerotune.checkpoint.tensors import WEIGHTS
+from zerotune.checkpoint.tensors import WEIGHTS, Subject
 from zerotune.decisions import Decision, announce
 from zerotune.errors import CheckpointMismatchError
 
@@ -93,6 +95,7 @@ def load_checkpoint(
         group.agree(agreed[group.rank], "arguments of load_checkpoint")
     decisions = together(group, "compare the checkpoint", lambda: load.compare(rng=rng))[0]
     together(group, "verify the checkpoint", load.verify)
+    together(group, "check the files' headers", lambda: load.judge(rng=rng))
     together(group, "compare the shadows", load.compare_shadows)
     with engine.replacing():
         load.restore()
@@ -142,6 +145,38 @@ class _Load:
         check_files(self._folder, self.manifest)
         group = self._engine.group
         check_hashes(self._folder, self.manifest.files[group.rank :: group.world_size])
+
+    def judge(self, *, rng: bool) -> None:
+        """Check the headers of all files before the first weight is changed."""
+        with self._reader() as reader:
+            for record in self.manifest.parameters:
+                reader.of(WEIGHTS).check(record.name, torch.float32, record.shape)
+                for state in record.states:
+                    form, saved = self.manifest.format_of(state), reader.of(state_subject(state))
+                    if form.whole:
+                        saved.stored(record.name)
+                        continue
+                    dtype, shape = getattr(torch, form.dtype), form.shape_for(record.shape)
+                    saved.check(record.name, dtype, shape)
+            shapes = {record.name: record.shape for record in self.manifest.parameters}
+            for shadow in self.manifest.shadows:
+                averaged = reader.of(Subject(kind="shadow", of=shadow))
+                for name in averaged.tensors:
+                    averaged.check(name, torch.float32, shapes.get(name, ()))
+            self._judge_rank(reader, rng=rng)
+
+    def _judge_rank(self, reader: CheckpointReader, *, rng: bool) -> None:
+        """Check the state that this rank loads for itself: buffers and generators."""
+        alone, weights = reader.of(rank_subject(self._like)), reader.of(WEIGHTS)
+        saved = {record.name: record.dtype for record in self.manifest.buffers}
+        for name, buffer in persistent_buffers(self._engine.module).items():
+            if BUFFER + name in alone.tensors:
+                dtype = getattr(torch, saved.get(name, ""), None)
+                alone.check(BUFFER + name, dtype, buffer.shape)
+            else:
+                weights.check(name, torch.float32, buffer.shape)
+        if rng and self.manifest.rng:
+            check_generators(*reader.generators(self._like))
 
     def compare_shadows(self) -> None:
         """Check that the saved shadows belong to the engine's parameters."""

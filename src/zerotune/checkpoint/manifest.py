@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from zerotune._util.files import reading_regular
 from zerotune._util.text import json_of
 from zerotune.backend.engine import EngineState
 from zerotune.backend.fragments import StateFormat
-from zerotune.backend.optimizers.classes import CODEBOOKS
+from zerotune.backend.optimizers.classes import CODEBOOKS, AdamW8BitStates
 from zerotune.errors import CheckpointCorruptError, CheckpointError, shorten
 
 MANIFEST: Final = "manifest.json"
@@ -26,6 +27,7 @@ _READABLE: Final = (2, VERSION)
 """Version 2 has no ``formats``: it stores all states in fp32."""
 STATE_DTYPES: Final = ("float32", "bfloat16", "uint8")
 """Dtypes of optimizer states that can be saved."""
+_PLAIN: Final = (StateFormat(), StateFormat(dtype="bfloat16"))
 
 
 @attrs.frozen(kw_only=True)
@@ -199,7 +201,7 @@ class Manifest:
             del content["format"], content["version"]
             manifest: Manifest = _field_value(Manifest, content, "the manifest")
             manifest._require_known_codes(source)
-            manifest._check_names()
+            manifest._check()
         except (ValueError, RecursionError) as error:
             raise _damaged_manifest(source, f"is not a valid manifest: {error}") from None
         return manifest
@@ -221,6 +223,20 @@ class Manifest:
             raise _damaged_manifest(str(path), f"cannot be read ({error})") from error
         return cls.from_json(text, source=str(path))
 
+    def _check(self) -> None:
+        self._check_names()
+        records: list[ParameterRecord | TensorRecord] = [*self.parameters, *self.frozen]
+        for record in (*records, *self.buffers):
+            if len(record.shape) > _MOST_DIMENSIONS or math.prod(record.shape) > _MOST_INTEGER // 8:
+                raise ValueError(f"{record.name!r} has an invalid shape")
+        for what in ("optimizer", "scheduler"):
+            choice = getattr(self.plan, what, None)
+            named = choice is None or isinstance(choice.get("name"), str)
+            if not named or (choice is not None and not isinstance(choice.get("params"), dict)):
+                raise ValueError(f"plan.{what} lacks its name or its params")
+        self._check_formats()
+        self._check_state()
+
     def _require_known_codes(self, source: str) -> None:
         unknown = {form.codebook for form in self.formats.values()} - {"", *CODEBOOKS}
         if unknown:
@@ -232,6 +248,15 @@ class Manifest:
                 ", ".join(sorted(unknown)),
             )
 
+    def _check_formats(self) -> None:
+        plain = (*_PLAIN, StateFormat(whole=True))
+        coded = {name: each for name, each in self.formats.items() if each not in plain}
+        if coded and coded != AdamW8BitStates.formats:
+            raise ValueError("formats contains an unknown format")
+        for record in self.parameters:
+            if coded.keys() & set(record.states) not in (set(), coded.keys()):
+                raise ValueError(f"{record.name!r} has codes without scales, or scales alone")
+
     def _check_names(self) -> None:
         for what, names in {
             "files": [file.name for file in self.files],
@@ -242,6 +267,11 @@ class Manifest:
         }.items():
             if len(set(names)) < len(names):
                 raise ValueError(f"{what} contains a name twice")
+        for record in self.parameters:
+            for name in record.scalars:
+                # The optimizer would keep an unknown key in its state for ever.
+                if not name.isidentifier() or name in ("step", *record.states):
+                    raise ValueError(f"{record.name!r} has the unknown counter {shorten(name)}")
         for file in self.files:
             name = file.name
             plain = Path(name).name == name and name not in ("", ".", "..", MANIFEST)
@@ -249,6 +279,22 @@ class Manifest:
                 raise ValueError(f"{name!r} is not a plain file name")
             if file.kind not in _FILE_KINDS:
                 raise ValueError(f"{name} has the unknown kind {shorten(file.kind)}")
+
+    def _check_state(self) -> None:
+        if (
+            self.state.global_step > _MOST_STEPS
+            or self.state.skipped_steps > self.state.global_step
+        ):
+            raise ValueError("state contains an impossible number of steps")
+        position = self.state.scheduler.get(_SCHEDULE_POSITION, 0)
+        if type(position) is not int or not -1 - _MOST_STEPS <= position <= _MOST_STEPS:
+            raise ValueError(f"state.scheduler.{_SCHEDULE_POSITION} cannot be {shorten(position)}")
+        for name, number in self.state.loss_scaler.items():
+            _field_value(float | None, float(number) if type(number) is bool else number, name)
+            if isinstance(number, (int, float)) and abs(number) > _MOST_INTEGER:
+                raise ValueError(f"state.loss_scaler.{name} cannot be {shorten(number)}")
+            if name in _SCALES and not (number is not None and number > 0):
+                raise ValueError(f"state.loss_scaler.{name} cannot be {shorten(number)}")
 
 
 def _content_digest(content: Mapping[str, Any]) -> str:
@@ -268,7 +314,13 @@ def _no_number(text: str) -> None:
 
 
 _FILE_KINDS: Final = ("weights", "optimizer", "shadow", "rank")
+_SCHEDULE_POSITION: Final = "last_batch_iteration"
+_SCALES: Final = ("cur_scale", "scale")
+"""Keys of loss scales, which must be above 0."""
 _MOST_INTEGER: Final = 2**63 - 1
+_MOST_STEPS: Final = 10**9
+"""Upper limit of a valid step counter."""
+_MOST_DIMENSIONS: Final = 64
 
 
 def _field_value(hint: Any, value: Any, where: str) -> Any:

@@ -16,6 +16,7 @@ from zerotune.checkpoint.contents import BUFFER, shadow_key
 from zerotune.checkpoint.generators import GENERATOR, GENERATOR_TEXT
 from zerotune.checkpoint.manifest import Manifest, ParameterRecord
 from zerotune.checkpoint.tensors import WEIGHTS, Subject, TensorReader
+from zerotune.errors import CheckpointCorruptError
 
 if TYPE_CHECKING:
     from zerotune.backend.fragments import EditableFragment, FragmentAddress
@@ -76,8 +77,15 @@ class CheckpointReader(Closable):
     def generators(self, rank: int) -> tuple[dict[str, torch.Tensor], str]:
         """Return a rank's random generator states: tensors by name, and other states as JSON."""
         reader = self.of(rank_subject(rank))
+        if len(reader.metadata) != 1:
+            raise CheckpointCorruptError(
+                f"has {len(reader.metadata)} files instead of one",
+                "use a different checkpoint",
+                rank_subject(rank).prefix,
+            )
         named = [name for name in reader.tensors if name.startswith(GENERATOR)]
-        return {name: reader.tensor(name) for name in named}, reader.metadata[0][GENERATOR_TEXT]
+        text = reader.metadata[0].get(GENERATOR_TEXT, "")
+        return {name: reader.tensor(name) for name in named}, text
 
     @override
     def close(self) -> None:

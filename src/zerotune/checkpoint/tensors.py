@@ -16,7 +16,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
@@ -394,6 +394,22 @@ class TensorReader(OpensFiles):
                 "is in no file", "use a different checkpoint", f"{self._subject.prefix}/{name}"
             )
         return self.tensors[name]
+
+    def check(self, name: str, dtype: torch.dtype | None, shape: Sequence[int]) -> None:
+        """Check that a tensor exists and has the expected dtype and shape.
+
+        Args:
+            name: Name of the tensor.
+            dtype: Expected dtype.
+            shape: Expected full shape.
+        """
+        stored = self.stored(name)
+        if (stored.dtype, stored.shape) != (dtype, tuple(shape)):
+            raise CheckpointCorruptError(
+                f"is {stored.dtype} {stored.shape} instead of {dtype} {tuple(shape)}",
+                "use a different checkpoint",
+                f"{self._homes[name].name}: {shorten(name)}",
+            )
 
     def fill(self, into: torch.Tensor, name: str, start: int = 0) -> None:
         """Copy a part of a stored tensor into the tensor ``into``.

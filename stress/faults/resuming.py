@@ -1,14 +1,20 @@
-"""Trainers that resume from checkpoints with a changed ``extra.trainer``."""
+"""Trainers that resume from checkpoints with a crafted ``extra.trainer``."""
 
 from __future__ import annotations
 
+import json
+import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.checkpoint.crafted import mutate, sign
 from tests.checkpoint.runs import everything
 from zerotune import DeepSpeedPlan, EMAShadow, ImageTensors, Trainer
+from zerotune.checkpoint import manifest as manifests
+from zerotune.errors import ZeroTuneError
 
 
 def batches() -> list[dict[str, torch.Tensor]]:
@@ -53,9 +59,50 @@ class Resumed:
             each.fit(steps=3)
             self._states[name] = self._now(each)
 
+    def attack(self, way: str, seed: Any) -> tuple[str, str]:
+        """Implement ``tests.checkpoint.crafted.Attacked.attack``."""
+        assert way == "trainer"
+        chance = random.Random(seed)
+        name = chance.choice(sorted(self.trainers))
+        each, folder = self.trainers[name], self.root / "crafted"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(self.root / name, folder)
+        content = json.loads((folder / manifests.MANIFEST).read_text())
+        mutate(
+            content["extra"] if chance.randrange(8) == 0 else content["extra"]["trainer"], chance
+        )
+        sign(folder, content)
+        try:
+            each.resume(folder)
+        except ZeroTuneError as error:
+            outcome, said = "refused", f"{type(error).__name__}: {error}"
+        except Exception as error:  # noqa: BLE001 - what the campaign looks for
+            outcome, said = "foreign", f"{type(error).__name__}: {error}"
+        else:
+            return self._went_on(each, name)
+        if not self.unchanged(name):
+            each.resume(self.root / name)
+            each.fit(steps=3)
+            if outcome == "refused":
+                outcome = "changed"
+        return outcome, f"{said} ({json.dumps(content['extra'])[:300]})"
+
     def unchanged(self, name: str) -> bool:
         """Return whether a trainer is unchanged since its third step."""
         return self._now(self.trainers[name]) == self._states[name]
+
+    def _went_on(self, each: Trainer, name: str) -> tuple[str, str]:
+        """Check that training continues from an accepted checkpoint."""
+        try:
+            each.fit(steps=3)
+        except Exception as error:  # noqa: BLE001 - it was not refused, so it must work
+            outcome = "foreign", f"resumed, and then {type(error).__name__}: {error}"
+        else:
+            outcome = "loaded", ""
+        each.resume(self.root / name)
+        each.fit(steps=3)
+        self._states[name] = self._now(each)
+        return outcome
 
     @staticmethod
     def _now(each: Trainer) -> dict[str, Any]:
