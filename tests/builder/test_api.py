@@ -312,6 +312,12 @@ class TestAdvise:
         assert not found["fits"]
         assert found["nearest"]["shortfalls"]["device"] > 0
 
+    def test_an_optimizer_that_runs_only_with_streamed_weights_is_advised(self, client):
+        config = {**PLAN, "optimizer": {"type": "AdamW8BitStates"}}
+        found = client.post("/api/advise", json={"state": state(config)}).json()
+        assert found["chosen"]["streamed"]
+        assert found["runners_up"] == found["rejected"] == []
+
     def test_an_invalid_size_is_reported_at_its_field(self, client):
         answer = client.post("/api/advise", json={"state": state(setup={"ram": "-3"})})
         assert answer.status_code == 422

@@ -71,7 +71,8 @@ def _no_fit_data(error: NothingFitsError, state: FormState, setup: Setup) -> dic
 
 def _advice_data(advice: Advice, state: FormState, setup: Setup) -> dict[str, Any]:
     """Return the plans that a configuration file can express, each with its form."""
-    kept = tuple(one for one in advice.candidates if one.streamed is None)
+    # An optimizer that runs only with streamed weights leaves no other plan to choose.
+    kept = tuple(one for one in advice.candidates if one.streamed is None or one is advice.chosen)
     advice = attrs.evolve(advice, candidates=kept)
     every = [
         _candidate_form(one, data, state, setup)
