@@ -163,14 +163,6 @@ def test_prune_deletes_dead_leftovers_but_no_stand_in(tmp_path):
     assert latest_checkpoint(tmp_path) == step_folder(tmp_path, 8)
 
 
-def test_a_stand_in_counts_among_the_kept_checkpoints(tmp_path):
-    publish(step_folder(tmp_path, 3)).rename(tmp_path / "step-00000003.tmp-000000000001")
-    steps(tmp_path, 4, 5)
-    assert prune(tmp_path, keep=3) == ()
-    assert prune(tmp_path, keep=2) == (step_folder(tmp_path, 3),)
-    assert names(tmp_path) == ["step-00000004", "step-00000005"]
-
-
 def test_a_complete_folder_of_a_save_in_progress_is_not_pruned(tmp_path):
     steps(tmp_path, 4, 5)
     other = Staging(step_folder(tmp_path, 3))

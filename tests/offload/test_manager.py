@@ -200,10 +200,6 @@ class TestChoiceOfRoot:
             self.lease_parent(manager)
         assert list((tmp_path / "a").iterdir()) == []
 
-    def test_a_blank_argument_is_refused(self):
-        with pytest.raises(OffloadError, match=r"OffloadManager\.root = ' ': is blank"):
-            OffloadManager(root=" ")
-
 
 class TestFailures:
     def test_an_exception_propagates_and_the_folder_is_removed(self, tmp_path):

@@ -221,15 +221,7 @@ class ProcessIdentity:
 
     def alive(self) -> bool:
         """Return whether it still runs, as far as this process can see; a zombie does not."""
-        if self.host == platform.node() and self.boot_id is None:
-            try:
-                os.kill(self.pid, 0)
-            except OSError as error:
-                return isinstance(error, PermissionError)
-            return True
-        if not self.same_boot():
-            return False
-        state = _state_and_start(self.pid)
+        state = _state_and_start(self.pid) if self.same_boot() else None
         return state is not None and state[0] not in "ZX" and state[1] == self.pid_start
 
     def condition(self) -> str | None:

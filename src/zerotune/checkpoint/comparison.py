@@ -68,7 +68,6 @@ def changes(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
         {**saved.sharding, "world_size": manifest.world_size},
         {**running.sharding, "world_size": engine.group.world_size},
     )
-    sharding = [each for each in sharding if each[0] not in _never_saved(manifest)]
     pairs = _pairs(
         "scheduler.", _scheduler_settings(saved.scheduler), _scheduler_settings(running.scheduler)
     )
@@ -80,24 +79,14 @@ def changes(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
     if batches[0] is not None and batches[0] != batches[1]:
         pairs.append(("train_batch_size", *batches))
     if manifest.origin != _OWN_ORIGIN:
-        pairs = [(key, before, after) for key, before, after in pairs if before is not None]
+        # A converted checkpoint lacks settings that its source did not store.
+        sharding, pairs = [], [each for each in pairs if each[1] is not None]
     divided = "the checkpoint was saved with a different plan and is repartitioned"
     changed = "the checkpoint was saved with a different value; the running plan's value is used"
     return (
         *(load_decision(*each, divided) for each in sharding),
         *(load_decision(*each, changed, warning=True) for each in pairs),
     )
-
-
-def _never_saved(manifest: Manifest) -> frozenset[str]:
-    """Return the settings that the source format of a converted checkpoint does not store."""
-    if manifest.origin == _OWN_ORIGIN or manifest.plan is None:
-        return frozenset()
-    config = manifest.plan.config
-    if not config:
-        return frozenset({"precision", "gradient_accumulation_steps", "world_size"})
-    written = "gradient_accumulation_steps" in config
-    return frozenset({"world_size"} | (set() if written else {"gradient_accumulation_steps"}))
 
 
 def _shapes(records: Iterable[ParameterRecord | TensorRecord]) -> dict[str, tuple[int, ...]]:

@@ -17,7 +17,6 @@ from zerotune.checkpoint.files import check_files, entries, find_damage, is_fold
 from zerotune.checkpoint.leftovers import (
     LEFTOVER,
     base_name,
-    held_if_unused,
     leftovers_in,
     manifest_time,
     remove_folder,
@@ -163,21 +162,15 @@ def prune(root: str | os.PathLike[str], *, keep: int) -> tuple[Path, ...]:
             if isinstance(outcome, Manifest) and _NUMBERED.fullmatch(path.name)
         ]
         for path in whole[keep:]:
+            # Without a folder of the final name, a temporary folder that may be in use stands in.
             if is_folder(path):
                 trash = temporary_name(path, "trash")
                 path.rename(trash)
                 remove_folder(trash)
                 removed.append(path)
-                continue
-            # No folder has the final name; delete its .tmp and .old folders that are not in use.
-            for beside in leftovers_in(path.parent, name=path.name, kinds=("tmp", "old")):
-                with held_if_unused(beside) as unused:
-                    if unused:
-                        remove_folder(beside)
-                        removed.append(path)
         if folder.is_dir():
             remove_leftovers(folder)
-    return tuple(dict.fromkeys(removed))
+    return tuple(removed)
 
 
 def _checkpoints(root: Path) -> Iterator[tuple[Path, Manifest | CheckpointError]]:

@@ -10,10 +10,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
-from typing_extensions import override
 
 from zerotune._util.ownership import is_run_id, new_run_id
-from zerotune._util.table import Line, Page, Readable
 from zerotune.decisions import Decision, announce
 from zerotune.errors import OffloadError
 from zerotune.offload.cleaning import Cleaner, cleanup_stale_swap
@@ -48,8 +46,8 @@ Barrier = Callable[[], None]
 _FAILURE_PREFIX: Final = "failed: "
 
 
-@attrs.define(kw_only=True, eq=False, repr=False)
-class Lease(Readable):
+@attrs.define(kw_only=True, eq=False)
+class Lease:
     """The swap folders that belong to a run."""
 
     plan: ResolvedPlan
@@ -62,20 +60,6 @@ class Lease(Readable):
     """Run id, shared by all ranks; ``None`` without NVMe offload."""
     decisions: tuple[Decision, ...] = ()
     """All decisions, including those made when the lease ends."""
-
-    @override
-    def brief(self) -> str:
-        """Summarise the folders in one line."""
-        return ", ".join(f"{name} in {path}" for name, path in self.paths.items()) or "no folders"
-
-    @override
-    def page(self) -> Page:
-        """Return a page with the folders and all decisions about them."""
-        lines = (str(decision) for decision in self.decisions if decision.is_shown)
-        return Page(
-            title=f"Lease {self.run_id or 'of nothing'}: {self.brief()}",
-            blocks=tuple(Line(line, indent=2) for line in lines),
-        )
 
     @property
     def path(self) -> Path | None:
@@ -184,9 +168,6 @@ class OffloadManager:
             ranks.
         cleaner: Function that is called with each root after this run's folder is created there;
             ``partial(cleanup_stale_swap, dry_run=True)`` only reports leftovers.
-
-    Raises:
-        OffloadError: A path is blank.
     """
 
     def __init__(
@@ -199,9 +180,7 @@ class OffloadManager:
         cleaner: Cleaner = cleanup_stale_swap,
     ) -> None:
         self._arguments = Roots(
-            root=_given_path(root, "root"),
-            param=_given_path(offload_param_path, "offload_param_path"),
-            optimizer=_given_path(offload_optimizer_path, "offload_optimizer_path"),
+            root=root, param=offload_param_path, optimizer=offload_optimizer_path
         )
         self._share = share
         self._cleaner = cleaner
@@ -359,20 +338,6 @@ class OffloadManager:
             for root in attrs.astuple(self._arguments)
             if root is not None
         )
-
-
-def _given_path(root: str | os.PathLike[str] | None, name: str) -> str | None:
-    if root is None:
-        return None
-    text = os.fspath(root)
-    if not text.strip():
-        raise OffloadError(
-            "is blank",
-            "pass a folder on a local disk, or omit the argument",
-            f"OffloadManager.{name}",
-            text,
-        )
-    return text
 
 
 def _path_decisions(resolved: ResolvedPlan, paths: Mapping[Target, Path]) -> tuple[Decision, ...]:

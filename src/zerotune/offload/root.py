@@ -30,13 +30,17 @@ PATH_VARIABLES: Final[Mapping[Target, str]] = {
 _FIX: Final = "use a folder on a local disk that this user may write to"
 
 
+def _as_text(path: str | os.PathLike[str] | None) -> str | None:
+    return None if path is None else os.fspath(path)
+
+
 @attrs.frozen(kw_only=True)
 class Roots:
     """Paths that were passed to ``OffloadManager``; ``None`` for a missing path."""
 
-    root: str | None = None
-    param: str | None = None
-    optimizer: str | None = None
+    root: str | None = attrs.field(default=None, converter=_as_text)
+    param: str | None = attrs.field(default=None, converter=_as_text)
+    optimizer: str | None = attrs.field(default=None, converter=_as_text)
 
     def _named(
         self, target: Target, resolved: ResolvedPlan, environ: Mapping[str, str]

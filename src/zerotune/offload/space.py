@@ -171,16 +171,6 @@ class HostBudget:
         """Bytes that all ranks on this machine must still allocate."""
         return max(0, self.per_rank - self.held) * self.ranks
 
-    @property
-    def fits(self) -> bool:
-        """Whether the machine has enough host memory for the plan."""
-        return self.needed <= self.available
-
-    @property
-    def lock_fits(self) -> bool:
-        """Whether each rank may lock ``locked`` bytes."""
-        return self.lockable is None or self.locked <= self.lockable
-
     def __str__(self) -> str:
         return (
             f"{self.ranks} rank(s) x {format_size(self.per_rank)} at the peak, "
@@ -244,15 +234,15 @@ def check_host_memory(
         why = "the plan was resolved without a model, so the required host memory is unknown"
         return (Decision(KEY, None, None, why),)
     budget = host_budget(resolved, ranks=ranks, held=held)
-    if not budget.lock_fits:
+    if budget.lockable is not None and budget.locked > budget.lockable:
         raise OffloadError(
             f"DeepSpeed would abort, because it locks {format_size(budget.locked)} of swap "
-            f"buffers per rank, but a process may lock only {format_size(budget.lockable or 0)}",
+            f"buffers per rank, but a process may lock only {format_size(budget.lockable)}",
             "raise the limit (ulimit -l unlimited), or lower sub_group_size and buffer_count",
             KEY,
             budget.locked,
         )
-    if not budget.fits:
+    if budget.needed > budget.available:
         raise OffloadError(
             f"the plan needs more host memory than is available: {budget}",
             f"set pin_memory to false or {BACKEND_VARIABLE}=native, offload to NVMe at stage 3, or "

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -14,7 +14,7 @@ from zerotune._util.files import system_errors
 from zerotune._util.text import json_of
 from zerotune.backend.adapters import AdapterParameter
 from zerotune.backend.checks import checked_dtype
-from zerotune.backend.stored import STEMS, StoredTensor, weight_files
+from zerotune.backend.stored import STEMS, weight_files
 from zerotune.backend.upstream import whole_parameter
 from zerotune.checkpoint.contents import persistent_buffers
 from zerotune.checkpoint.drafting import (
@@ -339,26 +339,11 @@ def untrained(engine: Engine) -> Named:
     yield from persistent_buffers(engine.module).items()
 
 
-class Frozen(Protocol):
-    """Protocol for a source of untrained parameters, for example a model folder."""
-
-    @property
-    def path(self) -> Path:
-        """Path of the source."""
-        ...
-
-    @property
-    def tensors(self) -> Mapping[str, StoredTensor]:
-        """Tensors by their names in the model."""
-        ...
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Return one tensor on the CPU."""
-        ...
-
-
 def stored_tensors(
-    reader: CheckpointReader, manifest: Manifest, shadow: str | None, frozen: Frozen | None
+    reader: CheckpointReader,
+    manifest: Manifest,
+    shadow: str | None,
+    frozen: ModelFolderReader | None,
 ) -> Named:
     """Yield the tensors of a checkpoint's model.
 
@@ -385,7 +370,7 @@ def stored_tensors(
         yield record.name, buffers[record.name]
 
 
-def _check_frozen(manifest: Manifest, base: Frozen | None) -> None:
+def _check_frozen(manifest: Manifest, base: ModelFolderReader | None) -> None:
     for record in manifest.frozen:
         stored = None if base is None else base.tensors.get(record.name)
         if stored is None or stored.shape != record.shape:
