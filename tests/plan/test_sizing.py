@@ -47,19 +47,6 @@ def test_at_most_one_percent_stays_unpartitioned_and_the_threshold_is_maximal(sh
         assert left(min(larger)) > 0.01 * facts.numel
 
 
-def test_the_persistence_threshold_lets_a_small_model_be_partitioned():
-    facts = model((64, 64), (64, 64), (64,))
-    assert sizing.persistence_threshold(facts) == (64, 64)
-    assert sizing.persistence_threshold(model((8, 8), (8, 8))) == (0, 0)
-
-
-def test_partitions_are_padded_to_the_world_size():
-    (parameter,) = model((5, 3)).parameters
-    assert sizing.partition(parameter, 4) == 4
-    (scalar,) = model(()).parameters
-    assert sizing.partition(scalar, 2) == 1
-
-
 def swapping(facts, world_size=1, element_bytes=2, block_bytes=1):
     return sizing.Swapping(
         model=facts, world_size=world_size, element_bytes=element_bytes, block_bytes=block_bytes

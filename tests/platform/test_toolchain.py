@@ -133,16 +133,6 @@ def test_in_a_cuda_folder_without_a_compiler_no_nvcc_is_found():
     assert found.nvcc is None
 
 
-@pytest.mark.parametrize(("header", "library"), [(True, False), (False, True), (False, False)])
-def test_a_missing_libaio_header_and_a_missing_library_are_distinguished(header, library):
-    machine = FakeMachine(programs={"c++": GCC}, has_header=header, has_library=library)
-
-    found = detect_toolchain(machine).libaio
-
-    assert (found.header, found.library) == (header, library)
-    assert not found.usable
-
-
 @needs_compiler
 class TestRealCompiler:
     def test_the_version_equals_the_compilers_own_short_output(self):

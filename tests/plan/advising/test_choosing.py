@@ -449,18 +449,6 @@ def test_adapters_need_less_than_the_model_and_keep_the_base():
     assert larger.trainable_numel == 2 * facts.trainable_numel
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_adapters_are_not_partitioned_where_the_whole_base_fits(ranks):
-    assert advise("24GiB", lora=16, world_size=ranks).chosen.title == "no partitioning"
-    # The base takes 4.8 GiB of each device, unless it is partitioned.
-    assert advise("4.5GiB", lora=16, world_size=ranks).resolved.stage == 3
-
-
-def test_blocks_are_recomputed_before_adapters_are_partitioned():
-    advice = advise("12GiB", lora=16)
-    assert (advice.resolved.stage, advice.gradient_checkpointing) == (0, True)
-
-
 def test_where_nothing_fits_adapters_are_suggested_only_if_they_would():
     with pytest.raises(NothingFitsError, match=r"adapters fit: lora=16,"):
         advise("8GiB", "16GiB")
@@ -509,14 +497,6 @@ def test_a_quantized_base_is_estimated_with_its_stored_bytes():
     assert taken["int8"] / taken[None] == pytest.approx(1 / 2, rel=0.01)
     in_full = [item for item in estimate.items if "quantized weight, dequantized" in item.note]
     assert [item.nbytes for item in in_full] == [2 * facts.largest_quantized]
-
-
-def test_a_quantized_base_needs_a_smaller_card():
-    small = {"lora": 16, "vram": "12GiB", "ram": "64GiB", "streamed": False}
-    assert DeepSpeedPlan.advise("flux", **small).resolved.stage == 3
-    advice = DeepSpeedPlan.advise("flux", base_dtype="nf4", **small)
-    assert advice.resolved.stage == 0
-    assert "on nf4" in str(advice.resolved.model.name)
 
 
 def test_adapters_on_a_quantized_base_are_suggested_where_only_they_fit():

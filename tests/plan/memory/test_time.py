@@ -143,7 +143,7 @@ COMPUTED = (("forward", "device", 3.0), ("backward", "device", 6.0))
 )
 def test_the_step_time_equals_a_hand_calculation_of_its_lanes(parts, micro_batches, expected):
     time = by_hand(*COMPUTED, *parts, micro_batches=micro_batches)
-    found = time.seconds, time.hidden_seconds, time.eager_seconds
+    found = time.seconds, time.scheduled("hidden"), time.scheduled("eager")
     assert found == pytest.approx(expected)
     for schedule, seconds in zip(("in turn", "hidden", "eager"), expected, strict=True):
         assert attrs.evolve(time, schedule=schedule).expected == pytest.approx(seconds)
@@ -176,8 +176,8 @@ def test_moments_with_fewer_bits_are_bound_by_their_bytes():
 )  # fmt: skip
 def test_few_gradient_buffers_delay_the_next_forward_as_calculated_by_hand(carried, host, expected):
     time = by_hand(*COMPUTED, ("optimizer", "host", host), carried=carried)
-    assert time.eager_seconds == pytest.approx(expected)
-    assert time.hidden_seconds == max(3.0, host) + 6.0
+    assert time.scheduled("eager") == pytest.approx(expected)
+    assert time.scheduled("hidden") == max(3.0, host) + 6.0
 
 
 SIMULATED = {
@@ -195,7 +195,7 @@ def test_simulated_steps_come_close_to_the_bound_of_the_lanes(case):
     waits = by_hand(*passes, *((p, "device", weights) for p, _, _ in passes), after)
     fetched = (*((p, "in", weights) for p, _, _ in passes), ("backward", "out", gradients))
     streamed = by_hand(*passes, *fetched, after)
-    bounds = waits.seconds, streamed.hidden_seconds, streamed.eager_seconds
+    bounds = waits.seconds, streamed.scheduled("hidden"), streamed.scheduled("eager")
     assert bounds == pytest.approx((2.26, 1.5, 1.2))
     for bound, seconds in zip(bounds, measured, strict=True):
         assert bound <= seconds <= 1.1 * bound
@@ -237,7 +237,7 @@ def test_an_optimizer_is_hidden_only_behind_the_next_forward():
     # The passes and the bus take little host memory bandwidth from it.
     assert time.expected <= 1.1 * (phases["backward"] + phases["optimizer"])
     _, on_device = timed(slow(products=1e13, device_memory=1e12))
-    assert on_device.hidden_seconds == on_device.seconds
+    assert on_device.scheduled("hidden") == on_device.seconds
 
 
 def test_the_fused_host_step_touches_less_memory_than_deepspeeds_chain():

@@ -132,18 +132,6 @@ def test_unsupported_schedules_are_refused_with_deepspeeds_name(written, suggest
     assert error.value.value == written
 
 
-@pytest.mark.parametrize(
-    ("written", "canonical"),
-    [
-        ("cosine", "cosine"),
-        ("Constant-With-Warmup", "constant_with_warmup"),
-        ("cosine_with_restarts", "cosine_with_restarts"),
-    ],
-)
-def test_diffusers_schedules_are_known_by_their_names(written, canonical):
-    assert normalise_scheduler_name(written) == canonical
-
-
 def test_a_misspelt_schedule_gives_a_suggestion():
     with pytest.raises(OptimizerError, match="did you mean WarmupDecayLR"):
         normalise_scheduler_name("WarmupDecyaLR")

@@ -191,13 +191,6 @@ def test_muon_without_a_model_leaves_its_groups_open_and_does_not_start():
             start(plan)
 
 
-def test_a_second_choice_replaces_the_first(make_plan):
-    plan = make_plan("AdamW", {"lr": 1e-3})
-    other = OptimizerResolver(groups=ParameterGroups.no_decay()).resolve(plan)
-    assert other.optimizer.groups
-    assert OptimizerResolver().resolve(other) == plan
-
-
 def test_explain_and_the_decision_show_sizes_and_arguments(resolve, decisions_for):
     resolution = resolve(ParameterGroups.no_decay())
     line = "no decay: 3 parameters, 19 elements, lr 0.001, weight_decay 0"

@@ -224,11 +224,6 @@ def test_auto_is_filled_from_the_run(resolve, decisions_for):
 # --- names -------------------------------------------------------------------------------------
 
 
-def test_an_unknown_name_is_refused(resolve):
-    with pytest.raises(OptimizerError, match="did you mean AdamW"):
-        resolve("AdammW", ADAMW)
-
-
 # --- Adam's decay ------------------------------------------------------------------------------
 
 

@@ -33,13 +33,8 @@ def test_precision_unsupported_ignores_working_precisions_and_those_of_other_rul
 
 
 def test_fp16_on_the_cpu_is_reported_once_by_resolution():
-    finding = one("fp16-on-cpu", FP16, platform=CPU)
-    assert find("fp16-on-cpu", FP16, platform=Platform.synthetic("cpu", fp16=True)) == []
-    assert find("fp16-on-cpu", FP16, platform=CUDA) == find("fp16-on-cpu", FP16) == []
     resolved = DeepSpeedPlan.from_dict(FP16).resolve(platform=CPU)
     assert [each.key for each in resolved.decisions].count("fp16.enabled") == 1
-    assert finding.key == "fp16.enabled"
-    assert finding not in resolved.decisions
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Literal
 
 import attrs
@@ -83,23 +83,22 @@ class TimePart:
     """Name of the rate in ``Rates`` that limits the part."""
 
 
-@attrs.frozen(kw_only=True)
-class _Stretch:
-    """Successive shares of passes, and the work that overlaps with them."""
+_Lanes = Mapping[Lane, float]
+"""Seconds of a phase by lane."""
 
-    passes: Mapping[StepPhase, float]
-    """Share of each pass."""
-    beside: Mapping[StepPhase, float] = attrs.field(factory=dict)
-    """Share of each overlapping phase."""
 
-    def seconds(self, lanes: Mapping[StepPhase, Mapping[Lane, float]]) -> float:
-        """Return the maximum of the total time of the passes and the time of the busiest lane."""
-        one_by_one = sum(share * max(lanes[one].values()) for one, share in self.passes.items())
-        total: dict[Lane, float] = {}
-        for phase, share in (*self.passes.items(), *self.beside.items()):
-            for lane, seconds in lanes[phase].items():
-                total[lane] = total.get(lane, 0.0) + share * seconds
-        return max(one_by_one, *total.values())
+def _together(
+    passes: Sequence[tuple[_Lanes, float]], after: Sequence[_Lanes], share: float
+) -> float:
+    """Return the seconds of shares of successive passes, and of a share of ``after`` beside them.
+
+    This is the time of the busiest lane, but at least that of the passes one by one.
+    """
+    total: dict[Lane, float] = {}
+    for lanes, part in (*passes, *((lanes, share) for lanes in after)):
+        for lane, seconds in lanes.items():
+            total[lane] = total.get(lane, 0.0) + part * seconds
+    return max(sum(part * max(lanes.values()) for lanes, part in passes), *total.values())
 
 
 @attrs.frozen(kw_only=True)
@@ -150,16 +149,19 @@ class StepTime:
         on_host = any(lane in ("host", "disk") for lane in lanes.get("optimizer", ()))
         if schedule == "in turn" or not on_host:
             return sum(self.phases.values())
-        first, after = 1 / self.micro_batches, [phase for phase in _AFTER if phase in lanes]
-        found = {phase: lanes.get(phase) or {"device": 0.0} for phase in (*_PASSES, *after)}
+        first, after = 1 / self.micro_batches, [lanes[each] for each in _AFTER if each in lanes]
+        forward, backward = (lanes.get(each) or {"device": 0.0} for each in _PASSES)
         if schedule == "eager" and self.carried < 1:
-            stretches = self._with_little_carried(found, after)
-        else:
-            beside = _PASSES if schedule == "eager" else _PASSES[:1]
-            hiding = _Stretch(passes=dict.fromkeys(beside, first), beside=dict.fromkeys(after, 1.0))
-            rest = ((one, 1 - first if one in beside else 1.0) for one in _PASSES)
-            stretches = [hiding, *(_Stretch(passes={one: share}) for one, share in rest)]
-        return sum(stretch.seconds(found) for stretch in stretches)
+            # The forward pass has room for a part of the optimizer's work.
+            needed = sum(phase.get("host", 0.0) for phase in after)
+            free = max(forward.values()) - forward.get("host", 0.0)
+            left = min(self.carried, free / needed) if needed else 0.0
+            hidden = _together([(forward, 1.0)], after, left)
+            return hidden + _together([(backward, 1.0)], after, 1 - left)
+        hides = [forward, backward] if schedule == "eager" else [forward]
+        rest = sum((1 - first) * max(each.values()) for each in hides)
+        rest += 0.0 if schedule == "eager" else max(backward.values())
+        return rest + _together([(each, first) for each in hides], after, 1.0)
 
     def _updated_on_device(self, *, eager: bool) -> float:
         """Return the seconds of a step whose weights are updated on the device in turns."""
@@ -175,33 +177,10 @@ class StepTime:
         waits = min(1.0, seconds["device"] / turns) if turns else 1.0
         return forward + max(turns + backward * waits, backward + seconds["device"])
 
-    def _with_little_carried(
-        self, lanes: Mapping[StepPhase, Mapping[Lane, float]], after: Iterable[StepPhase]
-    ) -> list[_Stretch]:
-        """Return stretches with optimizer work in the backward and the next forward pass."""
-        forward = lanes["forward"]
-        needed = sum(lanes[phase].get("host", 0.0) for phase in after)
-        free = max(forward.values()) - forward.get("host", 0.0)
-        left = min(self.carried, free / needed) if needed else 0.0
-        return [
-            _Stretch(passes={"forward": 1.0}, beside=dict.fromkeys(after, left)),
-            _Stretch(passes={"backward": 1.0}, beside=dict.fromkeys(after, 1 - left)),
-        ]
-
     @property
     def seconds(self) -> float:
         """Predicted seconds per step if phases do not overlap."""
         return self.scheduled("in turn")
-
-    @property
-    def hidden_seconds(self) -> float:
-        """Seconds per step if the optimizer step and EMA updates run in the next forward pass."""
-        return self.scheduled("hidden")
-
-    @property
-    def eager_seconds(self) -> float:
-        """Seconds per step if the optimizer step and EMA updates overlap with both passes."""
-        return self.scheduled("eager")
 
     @property
     def expected(self) -> float:

@@ -135,14 +135,6 @@ def scheduler_total(case: Case, this: Rule) -> Findings:
         if total < run
         else f"the run ends {total - run:g} steps before the learning rate reaches its final value"
     )
-    accumulation = case.context.run.gradient_accumulation_steps or 1
-    for factor, what in (
-        (accumulation, "micro batches"),
-        (case.context.world_size, "steps of each rank"),
-    ):
-        if factor > 1 and total == run * factor:
-            effect += f" (total_num_steps seems to count {what}: {factor} x {run})"
-            break
     key = "scheduler.params.total_num_steps"
     edits = writes(run, AUTO)
     yield this.finding(key, params["total_num_steps"], edits=edits, run_steps=run, effect=effect)

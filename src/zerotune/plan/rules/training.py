@@ -13,10 +13,8 @@ from zerotune.errors import (
 from zerotune.plan.optimizer.names import clipping_in_optimizer
 from zerotune.plan.resolve.batch import ACCUMULATION, CLIPPING
 from zerotune.plan.resolve.case import Case
-from zerotune.plan.resolve.precision import rehearses_in_bf16
 from zerotune.plan.rules.rule import Findings, Rule, rule, set_twice
 from zerotune.plan.section import value_at
-from zerotune.plan.sections import only_precision
 from zerotune.plan.values import AUTO
 
 
@@ -149,24 +147,6 @@ def precision_unsupported(case: Case, this: Rule) -> Findings:
         _ = case.precision
     except PlanError as error:
         yield this.refused(error)
-
-
-@rule(
-    "fp16-on-cpu",
-    "warning",
-    reason="DeepSpeed's CPU accelerator does not support fp16 on this machine, so bf16 is used",
-    fix='write bf16, or "auto"',
-    edits=(only_precision("bf16"), *writes(AUTO)),
-    resolved_elsewhere=True,
-)
-def fp16_on_cpu(case: Case, this: Rule) -> Findings:
-    """DeepSpeed's CPU accelerator supports fp16 only if torch has native fp16 arithmetic.
-
-    bf16 uses the same memory as fp16 and needs no loss scaling.
-    """
-    here = case.context.platform
-    if case.plan.precision == "fp16" and here and rehearses_in_bf16(here):
-        yield this.finding("fp16.enabled", True)
 
 
 @rule(

@@ -117,8 +117,6 @@ def time_data(time: StepTime) -> dict[str, Any]:
     """Return a predicted step as a JSON-serialisable dict; times are in seconds."""
     return {
         "seconds": time.seconds,
-        "hidden_seconds": time.hidden_seconds,
-        "eager_seconds": time.eager_seconds,
         "expected_seconds": time.expected,
         "schedule": time.schedule,
         "phases": time.phases,
