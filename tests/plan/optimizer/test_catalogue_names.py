@@ -16,11 +16,6 @@ def test_every_spelling_has_a_canonical_name():
         ("ADAM_W", "AdamW"),
         ("adam-w", "AdamW"),
         (" Adam W ", "AdamW"),
-        ("torch.optim.AdamW", "AdamW"),
-        ("torch.optim.adamw.AdamW", "AdamW"),
-        ("optim.SGD", "SGD"),
-        ("deepspeed.ops.adam.FusedAdam", "AdamW"),
-        ("deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam", "AdamW"),
         ("FusedAdam", "AdamW"),
         ("fused_adam", "AdamW"),
         ("cpuadam", "AdamW"),
@@ -37,7 +32,6 @@ def test_every_spelling_has_a_canonical_name():
         ("zero_one_adam", "ZeroOneAdam"),
         ("adamw_torch", "AdamW"),
         ("rms-prop", "RMSprop"),
-        ("mup.MuAdamW", "MuAdamW"),
     ]:
         assert normalise_optimizer_name(written) == canonical
 
@@ -45,8 +39,6 @@ def test_every_spelling_has_a_canonical_name():
 def test_class_names_are_distinguished_from_optimizer_names():
     assert parse_optimizer_name("FusedAdam").implementation
     assert not parse_optimizer_name("AdamW").implementation
-    assert parse_optimizer_name("torch.optim.Adam").origin == "torch"
-    assert parse_optimizer_name("deepspeed.ops.lion.FusedLion").origin == "deepspeed"
 
 
 @pytest.mark.parametrize(
@@ -66,9 +58,9 @@ def test_an_unknown_name_is_an_error_with_a_suggestion(written, suggestion):
     [
         "prodigyplus",
         "paged_adamw_8bit",
-        # A different AdamW from DeepSpeed's or torch's: its prefix must not be dropped.
+        # A different AdamW from DeepSpeed's: its prefix must not be dropped.
         "bitsandbytes.optim.AdamW",
-        "torch.optim.Lion",
+        "torch.optim.AdamW",
         "torch.optim.FusedAdam.x",
         "adamw adamw",
         ".",

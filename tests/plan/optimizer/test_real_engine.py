@@ -24,7 +24,6 @@ OPTIMIZERS = {
         "Adam",
         {"lr": LR, "weight_decay": DECAY, "torch_adam": True, "adam_w_mode": False},
     ),
-    "torch.optim.Adam": ("torch.optim.Adam", {"lr": LR, "weight_decay": DECAY}),
     "Adagrad": ("Adagrad", {"lr": LR, "weight_decay": DECAY}),
     "SGD": ("SGD", {"lr": LR, "weight_decay": DECAY, "momentum": 0.9}),
     "NAdam": ("NAdam", {"lr": LR, "weight_decay": DECAY}),

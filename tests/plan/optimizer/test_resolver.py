@@ -64,8 +64,6 @@ def test_the_explanation_names_class_arguments_and_decisions(make_plan):
         ("Adam", {"torch_adam": True}, {}, "AdamW", "deepspeed", "decoupled"),
         ("Adam", {}, {"deepspeed": False}, "AdamW", "torch", "decoupled"),
         ("Adam", {"adam_w_mode": False}, {"deepspeed": False}, "Adam", "torch", "l2"),
-        ("torch.optim.Adam", {}, {}, "DeepSpeedCPUAdam", "deepspeed", "l2"),
-        ("torch.optim.Adam", {}, {"deepspeed": False}, "Adam", "torch", "l2"),
         ("FusedAdam", {"adam_w_mode": False}, {}, "DeepSpeedCPUAdam", "deepspeed", "l2"),
         ("cpuadam", {"adamw_mode": False}, {"offload": "none"}, "FusedAdam", "deepspeed", "l2"),
         ("Adagrad", {}, {"offload": "none"}, "Adagrad", "deepspeed", None),
@@ -201,7 +199,6 @@ def test_omitted_arguments_keep_deepspeeds_defaults(resolve, decisions_for):
     """DeepSpeed's AdamW has no weight decay by default, unlike torch's."""
     resolution = resolve("AdamW", {"lr": 1e-4})
     assert resolution.optimizer.params["weight_decay"] == 0.0
-    assert resolve("torch.optim.AdamW", {"lr": 1e-4}).optimizer.params["weight_decay"] == 0.01
     (decision,) = decisions_for(resolution, "optimizer.params")
     assert decision.after["weight_decay"] == 0.0
 

@@ -10,7 +10,7 @@ from zerotune.plan import Workload
 from zerotune.plan.context import Context
 from zerotune.plan.families import family
 from zerotune.plan.optimizer.catalogue import OPTIMIZERS
-from zerotune.plan.optimizer.names import BY_WORD, TORCH_NAMES
+from zerotune.plan.optimizer.names import BY_WORD
 from zerotune.plan.rules.table import check_plan
 
 CUDA = Platform.synthetic("cuda", vram=24 << 30, ram=256 << 30)
@@ -78,11 +78,6 @@ def meaning(name, place):
 def spellings(name):
     yield from (word for word, stands_for in BY_WORD.items() if stands_for == name)
     yield f" {name[:2].upper()}_{name[2:]} "
-    # torch.optim.Adam decays by L2 and DeepSpeed's Adam does not: different optimizers.
-    if name in TORCH_NAMES - {"Adam"}:
-        yield f"torch.optim.{name}"
-    if OPTIMIZERS[name].family == "deepspeed":
-        yield f"deepspeed.ops.{name}"
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))

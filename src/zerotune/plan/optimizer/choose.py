@@ -159,13 +159,13 @@ class _Choosing(Log):
             written=params,
             run=run,
             implied=implied,
-            plain_defaults=not params or name.origin == "torch",
+            plain_defaults=not params,
             decisions=self.decisions,
         )
         arguments.fill()
         self._lr_by_default(arguments, configured=configured)
         _check_together(entry, arguments.values)
-        _keep_decay_meaning(arguments, of_torch=name.origin == "torch")
+        _keep_decay_meaning(arguments)
         implementation = implementation_of(entry, arguments.values, self.situation)
         params = self._constructor_arguments(arguments, implementation)
         self._record_name(name, configured, implementation)
@@ -316,7 +316,7 @@ _UNSAVED: Final[Mapping[str, str]] = {
 """What checkpoints lack of an optimizer's states."""
 
 
-def _keep_decay_meaning(arguments: Arguments, *, of_torch: bool) -> None:
+def _keep_decay_meaning(arguments: Arguments) -> None:
     """Set ``adam_w_mode`` to the decay that will run, and report surprising cases."""
     values, name = arguments.values, arguments.entry.name
     if name == "AdamW" and values["adam_w_mode"] is False:
@@ -324,9 +324,6 @@ def _keep_decay_meaning(arguments: Arguments, *, of_torch: bool) -> None:
         reason += "with adam_w_mode false for L2 decay"
         arguments.change("adam_w_mode", True, reason, "warning")
     if name != "Adam" or "adam_w_mode" not in arguments.defaulted:
-        return
-    if of_torch:
-        arguments.change("adam_w_mode", False, "torch.optim.Adam decays weights by L2")
         return
     reason = "DeepSpeed's Adam applies AdamW's decoupled decay unless adam_w_mode is false; "
     reason += "write type AdamW, or adam_w_mode false for Adam's L2 decay"

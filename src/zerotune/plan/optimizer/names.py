@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import attrs
 
 from zerotune._util.text import did_you_mean, squash
 from zerotune.errors import UNSET, InvalidValueError, OptimizerError, writes
-from zerotune.plan.optimizer.catalogue import OPTIMIZERS, TORCH_ENTRIES
+from zerotune.plan.optimizer.catalogue import OPTIMIZERS
 from zerotune.plan.optimizer.entries import OptimizerEntry
 
 OPTIMIZER_TYPE: Final = "optimizer.type"
@@ -19,11 +19,6 @@ DEFAULT_OPTIMIZER: Final = "AdamW"
 
 DECAY_SPELLINGS: Final = ("adam_w_mode", "adamw_mode", "decoupled_weight_decay")
 """Names of Adam's decay switch in DeepSpeed's configuration, DeepSpeed's classes and torch."""
-
-TORCH_NAMES: Final[frozenset[str]] = frozenset(
-    {entry.name for entry in TORCH_ENTRIES} | {"Adam", "AdamW", "Adagrad", "Muon"}
-)
-"""Public optimizer classes of ``torch.optim``; the last four share names with DeepSpeed's."""
 
 SPELLINGS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -71,14 +66,6 @@ BY_WORD: Final[Mapping[str, str]] = {
 }
 """Canonical name for each spelling; spellings are normalised by ``squash``."""
 
-Origin = Literal["plain", "torch", "deepspeed", "package"]
-
-_PREFIXES: Final[Mapping[Origin, tuple[str, ...]]] = {
-    "torch": ("torch.optim", "optim"),
-    "package": ("bitsandbytes", "bnb", "prodigyopt", "schedulefree"),
-    "deepspeed": ("deepspeed", "mup"),
-}
-
 
 @attrs.frozen(kw_only=True)
 class OptimizerName:
@@ -88,8 +75,6 @@ class OptimizerName:
     """``"AdamW"``."""
     written: str
     """As given."""
-    origin: Origin = "plain"
-    """Kind of prefix: none, ``torch.optim.``, ``deepspeed.`` or the name of a package."""
     implementation: bool = False
     """Whether the spelling is a class name (``FusedAdam``) instead of an optimizer name."""
 
@@ -144,8 +129,8 @@ def normalise_optimizer_name(name: str) -> str:
     """Return the canonical name of an optimizer.
 
     Args:
-        name: Name in upper or lower case, with ``-``, ``_`` or spaces, with a ``torch.optim.`` or
-            ``deepspeed.ops.`` prefix, or an alias (``"1-bit adam"``, ``"FusedAdam"``).
+        name: Name in upper or lower case, with ``-``, ``_`` or spaces, or an alias
+            (``"1-bit adam"``, ``"FusedAdam"``).
 
     Returns:
         A key of ``OPTIMIZERS``.
@@ -175,49 +160,22 @@ def parse_optimizer_name(name: Any, *, key: str = OPTIMIZER_TYPE) -> OptimizerNa
 
 
 def _parsed(name: str) -> OptimizerName | None:
-    prefix, _, last = name.strip().rpartition(".")
-    origin = _origin(prefix)
-    found = last if last in OPTIMIZERS else BY_WORD.get(squash(last))
-    if origin is None or found is None or not _belongs(found, origin):
+    word = name.strip()
+    found = word if word in OPTIMIZERS else BY_WORD.get(squash(word))
+    if found is None:
         return None
-    return OptimizerName(
-        canonical=found,
-        written=name,
-        origin=origin,
-        implementation=last != found and squash(last) in IMPLEMENTATION_NAMES,
-    )
-
-
-def _origin(prefix: str) -> Origin | None:
-    path = prefix.strip().lower()
-    if not path:
-        return "plain"
-    for origin, modules in _PREFIXES.items():
-        if any(path == module or path.startswith(f"{module}.") for module in modules):
-            return origin
-    return None
-
-
-def _belongs(name: str, origin: Origin) -> bool:
-    """Return whether the name may have this prefix: torch.optim has no OneBitAdam."""
-    if origin == "torch":
-        return name in TORCH_NAMES
-    family = OPTIMIZERS[name].family
-    if family == "zerotune":
-        return origin == "plain"
-    return origin != "package" or family == "package"
+    is_class = word != found and squash(word) in IMPLEMENTATION_NAMES
+    return OptimizerName(canonical=found, written=name, implementation=is_class)
 
 
 def _unknown_optimizer(name: str, key: str) -> OptimizerError:
-    prefix, _, last = name.strip().rpartition(".")
-    close = did_you_mean(last, OPTIMIZERS)
+    close = did_you_mean(name.strip().rpartition(".")[2], OPTIMIZERS)
     known = ", ".join(sorted(OPTIMIZERS))
-    where = f" in {prefix}" if prefix else ""
     fix = (
         f"did you mean {' or '.join(close)}? Known names: {known}"
         if close
         else f"use one of {known}"
     )
     return OptimizerError(
-        f"zerotune knows no optimizer with this name{where}", fix, key, name, edits=writes(*close)
+        "zerotune knows no optimizer with this name", fix, key, name, edits=writes(*close)
     )
