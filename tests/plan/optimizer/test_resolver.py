@@ -315,7 +315,7 @@ def test_arguments_that_the_optimizer_does_not_have_are_refused(resolve):
 
 
 def test_gradient_clipping_in_the_optimizer_is_refused_with_the_right_key(resolve):
-    with pytest.raises(InvalidValueError, match="gradient_clipping"):
+    with pytest.raises(PlanConflictError, match="gradient_clipping"):
         resolve("AdamW", {"lr": 1e-4, "max_grad_norm": 1.0})
 
 

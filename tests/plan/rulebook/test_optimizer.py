@@ -45,7 +45,6 @@ def test_muon_convolutions(stage, found, unet):
         ({"gradient_clipping": "auto"}, {}, {}, 0),
         ({}, {"gradient_clipping": 1.0}, {}, 0),
         ({}, {}, {"gradient_clipping": 0.0}, 0),
-        ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1}}}, {}, {}, 0),
     ],
 )
 def test_clipping_unset(config, launch, run, found):

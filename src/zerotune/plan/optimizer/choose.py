@@ -39,7 +39,6 @@ from zerotune.plan.optimizer.names import (
     DEFAULT_OPTIMIZER,
     OPTIMIZER_TYPE,
     OptimizerName,
-    clipping_in_optimizer,
     parse_optimizer_name,
 )
 from zerotune.plan.optimizer.pace import (
@@ -142,7 +141,7 @@ class _Choosing(Log):
             params = self._respell_decay(params)
             name = attrs.evolve(name, canonical=name.under(params))
         entry = OPTIMIZERS[name.canonical]
-        self._refuse_unknown(entry, params)
+        reject_unknown(params, entry.parameter_names, self, section=OPTIMIZER, owner=entry.name)
         self._assume_package(entry, name)
         capability = capability_of(entry, self.situation)
         if not capability.runs:
@@ -181,12 +180,6 @@ class _Choosing(Log):
                 self.decide(f"{OPTIMIZER}.{spelling}", value, None, reason)
                 params.setdefault("adam_w_mode", value)
         return params
-
-    def _refuse_unknown(self, entry: OptimizerEntry, given: Mapping[str, Any]) -> None:
-        if (misplaced := clipping_in_optimizer(given)) is not None:
-            self.refuse(misplaced)
-        judged = {key: value for key, value in given.items() if key != "max_grad_norm"}
-        reject_unknown(judged, entry.parameter_names, self, section=OPTIMIZER, owner=entry.name)
 
     def _assume_package(self, entry: OptimizerEntry, name: OptimizerName) -> None:
         """Record that a package is missing, which only a start needs."""

@@ -9,7 +9,7 @@ from typing import Any, Final
 import attrs
 
 from zerotune._util.text import did_you_mean, squash
-from zerotune.errors import UNSET, InvalidValueError, OptimizerError, writes
+from zerotune.errors import InvalidValueError, OptimizerError, writes
 from zerotune.plan.optimizer.catalogue import OPTIMIZERS
 from zerotune.plan.optimizer.entries import OptimizerEntry
 
@@ -100,19 +100,6 @@ def canonical(name: str, params: Mapping[str, Any] | None = None) -> str | None:
     """
     parsed = _parsed(name)
     return None if parsed is None else parsed.under(params or {})
-
-
-def clipping_in_optimizer(params: Mapping[str, Any]) -> InvalidValueError | None:
-    """Return the error for gradient clipping among the optimizer's arguments, or ``None``."""
-    if "max_grad_norm" not in params:
-        return None
-    return InvalidValueError(
-        "clipping is not an argument of the optimizer in DeepSpeed",
-        "move it to gradient_clipping at the top level",
-        "optimizer.params.max_grad_norm",
-        params["max_grad_norm"],
-        edits=[{"": UNSET, "gradient_clipping": params["max_grad_norm"]}],
-    )
 
 
 def entry_of(name: str | None) -> OptimizerEntry:

@@ -153,14 +153,11 @@ class Clipping(NamedTuple):
 
 def clipping_sources(plan: Settings, run: RunFacts) -> list[tuple[Any, str]]:
     """Return all clipping settings with their sources; the first number takes precedence."""
-    params = (plan.optimizer.params if plan.optimizer else None) or {}
-    said = precedence(
+    return precedence(
         written=plan.gradient_clipping,
         run=run.gradient_clipping,
         launched=plan.launch.gradient_clipping if plan.launch else None,
     )
-    beside = params.get("max_grad_norm")
-    return said if beside is None else [*said, (beside, "optimizer.params.max_grad_norm")]
 
 
 def clipping(plan: Settings, run: RunFacts) -> Clipping:

@@ -6,11 +6,11 @@ from operator import attrgetter
 
 from zerotune.errors import (
     REMOVAL,
+    UNSET,
     PlanConflictError,
     PlanError,
     writes,
 )
-from zerotune.plan.optimizer.names import clipping_in_optimizer
 from zerotune.plan.resolve.batch import ACCUMULATION, CLIPPING
 from zerotune.plan.resolve.case import Case
 from zerotune.plan.rules.rule import Findings, Rule, rule, set_twice
@@ -72,20 +72,24 @@ def world_size(case: Case, this: Rule) -> Findings:
     only_deepspeed=False,
 )
 def clipping_twice(case: Case, this: Rule) -> Findings:
-    """Gradient clipping is set both at the top level and elsewhere."""
-    places = ("launch.gradient_clipping", "optimizer.params.max_grad_norm")
-    return set_twice(case, this, CLIPPING, places)
+    """Gradient clipping is set both inside and outside the DeepSpeed block."""
+    return set_twice(case, this, CLIPPING, ("launch.gradient_clipping",))
 
 
-@rule("clipping-in-optimizer", "error", only_deepspeed=False, resolved_elsewhere=True)
+@rule(
+    "clipping-in-optimizer",
+    "error",
+    reason="clipping is not an argument of the optimizer in DeepSpeed",
+    fix="move it to gradient_clipping at the top level",
+    only_deepspeed=False,
+)
 def clipping_in_the_optimizer(case: Case, this: Rule) -> Findings:
-    """DeepSpeed rejects ``max_grad_norm`` among the arguments of the optimizer.
-
-    Write ``gradient_clipping`` at the top level instead.
-    """
-    error = clipping_in_optimizer(value_at(case.plan, "optimizer.params", None) or {})
-    if error is not None:
-        yield this.refused(error)
+    """DeepSpeed rejects ``max_grad_norm`` among the arguments of the optimizer."""
+    key = "optimizer.params.max_grad_norm"
+    written = value_at(case.plan, key, None)
+    if written is not None:
+        edits = ({"": UNSET, "gradient_clipping": written},)
+        yield this.finding(key, written, edits=edits)
 
 
 # -- Rules on bf16, fp16 and the precisions of the platform.
