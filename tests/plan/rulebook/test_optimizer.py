@@ -65,7 +65,6 @@ REJECTED = [
     "AdamW_torch_fused",
     "FusedAdam",
     "DeepSpeedCPUAdam",
-    "torch.optim.AdamW",
 ]
 
 
