@@ -74,7 +74,6 @@ _LIBERTIES = {
         rf"{_STRING}|(?<=[^ \t\r\n\[{{,:])[ \t\r\n]*,(?=[ \t\r\n]*[}}\]])", re.DOTALL
     ),
 }
-_TOKENS = re.compile(rf"{_STRING}(?P<colon>[ \t\r\n]*:)?|[\[{{}}\]]")
 _LONE_SURROGATE = re.compile(
     r"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
     r"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]|[\ud800-\udfff]"
@@ -151,50 +150,36 @@ def _without_liberties(text: str) -> tuple[str, list[str]]:
     return text, found
 
 
-def _json_key_lines(text: str) -> Iterator[tuple[str, int]]:
-    """Yield path and line of each key that is not inside a list."""
-    plain, _ = _without_liberties(text)
-    # Prefix of the paths inside each open bracket; ``None`` in a list.
-    open_ones: list[str | None] = []
-    below: str | None = ""
-    line, counted = 1, 0
-    for match in _TOKENS.finditer(_without_escapes(plain)):
-        written = plain[match.start() : match.end()]
-        if written in ("{", "["):
-            open_ones.append(below if written == "{" else None)
-            below = None
-        elif written in ("}", "]"):
-            open_ones.pop()
-        elif match["colon"] and open_ones[-1] is not None:
-            path = open_ones[-1] + json.loads(written.rstrip(": \t\r\n"))
-            line += text.count("\n", counted, match.start())
-            counted = match.start()
-            yield path, line
-            below = f"{path}."
-
-
 def key_lines(text: str, path: Path) -> dict[str, int]:
     """Return the line number (starting at 1) of each key in a file, by the key's path.
+
+    Keys inside lists have no path. The result is empty for a file that YAML cannot read.
 
     Args:
         text: Content of the file.
         path: The file; its suffix decides the format.
     """
-    if path.suffix.lower() in YAML_SUFFIXES:
-        import yaml
+    import yaml
 
-        return dict(_yaml_key_lines(yaml.SafeLoader(text).get_single_node(), ""))
-    return dict(_json_key_lines(text.removeprefix("\ufeff")))
+    if path.suffix.lower() not in YAML_SUFFIXES:
+        # JSON without comments is YAML, if no tab indents it.
+        text = _without_liberties(text.removeprefix("\ufeff"))[0].replace("\t", " ")
+    if len(text) > _LARGEST_FILE // _YAML_SHARE:
+        return {}
+    try:
+        return dict(_key_lines(yaml.SafeLoader(text).get_single_node(), ""))
+    except yaml.YAMLError:  # for example, a key that is longer than YAML's keys
+        return {}
 
 
-def _yaml_key_lines(node: Any, above: str) -> Iterator[tuple[str, int]]:
+def _key_lines(node: Any, above: str) -> Iterator[tuple[str, int]]:
     if getattr(node, "id", "") != "mapping":
         return
     for key, value in node.value:
         if key.id == "scalar":
             path = f"{above}{key.value}"
             yield path, key.start_mark.line + 1
-            yield from _yaml_key_lines(value, f"{path}.")
+            yield from _key_lines(value, f"{path}.")
 
 
 def _no_constant(word: str) -> Any:
