@@ -182,7 +182,7 @@ FOR_FRONT_ENDS = {
     f"{_PLAN}.context": "Context",
     f"{_PLAN}.settings": "read_launch with_launch",
     f"{_PLAN}.plan": "raised",
-    f"{_PLAN}.schema": "attribute_docs",
+    f"{_PLAN}.schema": "whole_schema",
     f"{_PLAN}.families": "as_facts model_family",
     f"{_PLAN}.remedies": "Remedy",
     f"{_PLAN}.memory.items": "DURING EMAPlace",

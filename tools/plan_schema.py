@@ -20,13 +20,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from sphinx.pycode import ModuleAnalyzer
+
 from tools.deepspeed_keys import is_json, keys_read_by, module_or_none, plain
 from zerotune.backend.upstream import require_deepspeed
 from zerotune.plan import DeepSpeedPlan
 from zerotune.plan import schema as stored
 from zerotune.plan import values as kinds
 from zerotune.plan.resolve.fill import stages_of
-from zerotune.plan.schema import HANDLING, attribute_docs
+from zerotune.plan.schema import HANDLING
 from zerotune.plan.section import Nested, Section, modelled
 from zerotune.platform import detect_platform
 
@@ -226,6 +228,16 @@ def _object(properties: Mapping[str, Schema]) -> Schema:
 
 def _object_of(defaults: Mapping[str, Any]) -> Schema:
     return _object({key: of_default(default) for key, default in defaults.items()})
+
+
+def attribute_docs(cls: type) -> dict[str, str]:
+    """Return the docstrings of the attributes of ``cls`` and its bases, by attribute name."""
+    docs: dict[str, str] = {}
+    for each in reversed(cls.__mro__[:-1]):
+        found = ModuleAnalyzer.for_module(each.__module__).find_attr_docs().items()
+        owned = {name: lines for (owner, name), lines in found if owner == each.__qualname__}
+        docs |= {name: " ".join(" ".join(lines).split()) for name, lines in owned.items()}
+    return docs
 
 
 def _add_what_zerotune_knows(

@@ -95,17 +95,6 @@ class TestPreview:
         assert "sub-group" in prodigy["reason"]
         assert prodigy["alternative"] == "Prodigy at stage 2"
 
-    def test_changes_are_relative_to_the_last_applied_plan(self, client_of):
-        client = client_of(plan=DeepSpeedPlan.from_dict(PLAN), on_apply=str)
-        assert preview(client)["changes"] == []
-        config = {**PLAN, "gradient_clipping": 0.5}
-        (change,) = preview(client, config=config)["changes"]
-        assert change == {
-            "key": "gradient_clipping", "kind": "changed", "before": 1.0, "after": 0.5,
-        }  # fmt: skip
-        assert client.post("/api/apply", json={"state": state(config)}).status_code == 200
-        assert preview(client, config=config)["changes"] == []
-
     def test_an_automatic_learning_rate_is_reported_and_kept(self, client):
         config = {**PLAN, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
         found = preview(client, config=config)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from tests.builder.states import state
@@ -56,28 +54,3 @@ class TestVerdict:
         other = preview(client, setup={"card": "RTX 4090, 24 GiB"})["time"]
         assert other["seconds"] != time["seconds"]
         assert preview(client, setup={"vram": "much"})["time"] is None
-
-
-class TestOrder:
-    CONFIG = {
-        "bf16": {"enabled": True},
-        "_note": "ours",
-        "zero_optimization": {"offload_optimizer": {"device": "cpu"}, "stage": 2},
-        "optimizer": {"params": {"lr": 1e-4}, "type": "AdamW"},
-        "train_micro_batch_size_per_gpu": 1,
-    }
-
-    def test_an_applied_plan_keeps_the_order_of_its_keys(self, client_of, root):
-        file = root / "plan.json"
-        file.write_text(json.dumps(self.CONFIG))
-        client = client_of(plan_file=file)
-        start = client.get("/api/start").json()
-        assert json.dumps(start["state"]["config"]) == json.dumps(self.CONFIG)
-        config = {**self.CONFIG, "bf16": {"enabled": False}, "gradient_clipping": 1.0}
-        body = {"state": state(config), "version": start["version"]}
-        assert client.post("/api/apply", json=body).is_success
-        assert json.dumps(json.loads(file.read_text())) == json.dumps(config)
-
-    def test_advice_keeps_the_order_of_the_forms_keys(self, client):
-        found = client.post("/api/advise", json={"state": state(self.CONFIG)}).json()
-        assert list(found["chosen"]["state"]["config"])[:5] == list(self.CONFIG)

@@ -79,7 +79,7 @@ class Api:
     def _data(self, state: FormState, opened: list[Data]) -> Data:
         """Return what the page says of a form; ``opened`` are messages from reading a file."""
         preview = understand(state, self.machines)
-        data = preview_data(preview, applied=self.session.applied)
+        data = preview_data(preview)
         found = repairs(preview, state, self.machines)
         messages = with_repairs(data["messages"], found)
         known = {(one["key"], one["text"]) for one in messages}

@@ -7,6 +7,7 @@ DeepSpeed.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, Final, Literal
@@ -17,7 +18,7 @@ from zerotune.builder.models import MODEL_NAMES, model_name
 from zerotune.plan.facts import STORAGES
 from zerotune.plan.families import family_names
 from zerotune.plan.memory.rates import CARDS
-from zerotune.plan.schema import attribute_docs
+from zerotune.plan.schema import whole_schema
 from zerotune.plan.section import join, modelled
 from zerotune.plan.sections import ZeroSection
 from zerotune.plan.values import Boolean
@@ -128,14 +129,14 @@ def _offload_fields(section: str, what: str, whose: str, stages: str) -> tuple[F
 
 
 def _zero_fields(*names: str) -> tuple[Field, ...]:
-    docs = attribute_docs(ZeroSection)
+    known = json.loads(whole_schema())["properties"][ZERO]["properties"]
     kinds = {each.name: each.metadata["kind"] for each in modelled(ZeroSection)}
     return tuple(
         Field(
             path=join(ZERO, name),
             label=_label_of(name),
             kind="flag" if isinstance(kinds[name], Boolean) else "value",
-            hint=_plain(docs[name]),
+            hint=_plain(known[name]["description"]),
         )
         for name in names
     )

@@ -71,7 +71,7 @@ def _format_value(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:79]}…"
 
 
-# -- What the page shows of a form: files, messages, memory, optimizers, changes.
+# -- What the page shows of a form: files, messages, memory, optimizers.
 
 
 LEASE_PLACEHOLDER: Final = "(a temporary folder for each run)"
@@ -330,11 +330,11 @@ def _run(plan: DeepSpeedPlan, setup: Setup) -> RunFacts:
     return RunFacts(total_steps=setup.total_steps, warmup_steps=warmup)
 
 
-def preview_data(preview: Preview, *, applied: DeepSpeedPlan | None) -> dict[str, Any]:
+def preview_data(preview: Preview) -> dict[str, Any]:
     """Return a preview as a JSON-serialisable dict."""
-    plan, resolved, verdict = preview.plan, preview.resolved, preview.verdict
+    resolved, verdict = preview.resolved, preview.verdict
     return {
-        "valid": plan is not None,
+        "valid": preview.plan is not None,
         "runs": verdict.runs,
         "verdict": attrs.asdict(verdict),
         "title": describe(resolved) if resolved is not None and verdict.runs else None,
@@ -344,26 +344,7 @@ def preview_data(preview: Preview, *, applied: DeepSpeedPlan | None) -> dict[str
         "memory": preview._memory(),
         "time": preview._time(),
         "optimizers": preview._optimizers(),
-        "changes": None if plan is None or applied is None else _changes(applied, plan),
     }
-
-
-def _changes(before: DeepSpeedPlan, after: DeepSpeedPlan) -> list[dict[str, Any]]:
-    """Return the settings that differ between two plans."""
-    old, new = (
-        dict(leaves(plan.to_dict() | ({"launch": plan.launch.to_dict()} if plan.launch else {})))
-        for plan in (before, after)
-    )
-    return [
-        {
-            "key": key,
-            "kind": "added" if key not in old else "changed" if key in new else "removed",
-            "before": old.get(key),
-            "after": new.get(key),
-        }
-        for key in {**old, **new}
-        if key and (key in old, old.get(key)) != (key in new, new.get(key))
-    ]
 
 
 def _as_json(config: Mapping[str, Any]) -> str:

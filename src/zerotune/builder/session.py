@@ -13,7 +13,7 @@ from typing import Any, Final
 import attrs
 
 from zerotune._util.files import fix_of
-from zerotune.builder.forms import FormState, check_content, droppable_settings, read_plan
+from zerotune.builder.forms import FormState, check_content, droppable_settings
 from zerotune.builder.preview import message_data, notable_decisions
 from zerotune.builder.setup import STARTING_SETUP
 from zerotune.decisions import Decision, Log
@@ -141,7 +141,7 @@ def open_text(text: str, *, name: str, root: Root, folder: Path | None = None) -
     return OpenedConfig(state=state, messages=messages, source=name)
 
 
-# -- The plan file, and the plan applied last.
+# -- The plan file.
 
 
 ApplyCallback = Callable[[DeepSpeedPlan], object]
@@ -162,7 +162,7 @@ def default_plan() -> DeepSpeedPlan:
 
 
 class Session:
-    """The plan file and the last applied plan, shared by all browser tabs."""
+    """The plan file, shared by all browser tabs."""
 
     def __init__(
         self,
@@ -177,7 +177,6 @@ class Session:
         self._on_apply = on_apply
         self._lock = threading.Lock()
         self._initial = FormState.of_plan(plan or default_plan())
-        self.applied = plan
 
     @property
     def can_apply(self) -> bool:
@@ -197,7 +196,6 @@ class Session:
                     messages = [{"severity": "error", "key": "", "text": str(error)}]
                 else:
                     state, messages = opened.state, [message_data(one) for one in opened.messages]
-                    self.applied = read_plan(state).plan or self.applied
         return {
             "state": state.data(),
             "defaults": self._initial.data(),
@@ -233,7 +231,6 @@ class Session:
             if self.plan_file is not None:
                 written = self._write(plan, self.plan_file, version=version, processes=processes)
             answer = None if self._on_apply is None else self._on_apply(plan)
-            self.applied = plan
         return {**written, "answer": answer if isinstance(answer, str) else None}
 
     def save(
@@ -253,10 +250,7 @@ class Session:
             version: Expected version of the file; ``None`` overwrites any version.
         """
         with self._lock:
-            written = self._write(plan, path, version=version, processes=processes)
-            if path == self.plan_file:
-                self.applied = plan
-        return written
+            return self._write(plan, path, version=version, processes=processes)
 
     def _write(
         self,

@@ -6,10 +6,7 @@ validates values as DeepSpeed's pydantic models do, which accept ``"5"`` and ``5
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json
-import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -23,32 +20,6 @@ from zerotune.plan.values import is_auto
 
 HANDLING: Final = "x-zerotune"
 """Schema keyword that describes how zerotune handles a key."""
-
-
-def attribute_docs(cls: type) -> dict[str, str]:
-    """Return the docstrings of the attributes of ``cls`` and its bases, by attribute name.
-
-    The result is empty if the source file is not available.
-    """
-    docs: dict[str, str] = {}
-    for each in reversed(cls.__mro__):
-        try:
-            source = textwrap.dedent(inspect.getsource(each))
-        except (OSError, TypeError):
-            continue
-        body = ast.parse(source).body[0]
-        if isinstance(body, ast.ClassDef):
-            docs.update(_documented(body))
-    return docs
-
-
-def _documented(body: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    for field, after in zip(body.body, body.body[1:], strict=False):
-        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
-            continue
-        value = after.value if isinstance(after, ast.Expr) else None
-        if isinstance(value, ast.Constant) and isinstance(value.value, str):
-            yield field.target.id, " ".join(value.value.split())
 
 
 # -- Validation of a value against a schema.
