@@ -170,27 +170,6 @@ def swapped_groups(engine: Any) -> int:
     return sum(group.numel() == 0 for group in groups)
 
 
-def foreign(case: Case) -> dict[str, Any]:
-    """Run a custom loop around a ``deepspeed.DeepSpeedEngine`` in bf16 with a slow decay."""
-    engine = start(case, model_for(case))
-    ema = EMAShadow(decay=0.9999).attach(engine.deepspeed_engine)
-    start_values = {name: full.clone() for name, full in ema.gather()}
-    rounded = {name: full.bfloat16() for name, full in start_values.items()}
-    for step in range(1, STEPS + 1):
-        train(engine, step)
-        ema.step()
-        for name, full in engine.master_weights.gather():
-            rounded[name].lerp_(full.bfloat16(), 1 - 0.9999)
-    moved = {name: full != start_values[name] for name, full in ema.gather()}
-    stuck = {name: rounded[name] == start_values[name].bfloat16() for name in rounded}
-    total = sum(full.numel() for full in start_values.values())
-    engine.close()
-    return {
-        "moved": sum(int(part.sum()) for part in moved.values()) / total,
-        "bf16_stuck": sum(int(part.sum()) for part in stuck.values()) / total,
-    }
-
-
 def accumulate(case: Case, disturbed: bool) -> dict[str, Any]:
     """Run two steps of two micro batches; if ``disturbed``, use the shadow between the two."""
     engine = start(case, model_for(case))

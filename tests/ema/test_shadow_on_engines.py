@@ -8,7 +8,7 @@ import attrs
 import pytest
 import torch
 
-from tests.ema.engines import follow, foreign
+from tests.ema.engines import follow
 from tests.support.ranks import ranks, run_ranks
 from tests.support.runs import PLAIN, Case
 from tests.support.sampling import nightly
@@ -105,11 +105,3 @@ def test_the_shadow_follows_weights_on_nvme(precision, world_size, tmp_path):
     results = run_ranks(follow, case, world_size=world_size)
     check(results)
     assert all(seen["swapped"] >= 2 and not seen["whole"] for seen in results)
-
-
-@pytest.mark.deepspeed
-def test_a_slow_shadow_of_bf16_training_moves_in_a_custom_loop():
-    (seen,) = run_ranks(foreign, Case(stage=2, precision="bf16", lr=1e-2))
-    assert seen["moved"] > 0.95
-    # An EMA in the precision of the weights would not have moved.
-    assert seen["bf16_stuck"] > 0.95

@@ -8,7 +8,7 @@ import sys
 import diffusers
 import pytest
 import torch
-from diffusers import FluxPipeline, QwenImagePipeline
+from diffusers import QwenImagePipeline
 from PIL import Image
 
 from tests.diffusion.families.training import example
@@ -16,7 +16,6 @@ from tests.support.declared_pipelines import MAKERS
 from tests.support.sampling import sampled
 from zerotune.diffusion import PipelineFamily, load_pretrained, sample
 from zerotune.diffusion.models.declared import QwenImage, Wan, WanLowNoise, ZImage
-from zerotune.diffusion.models.latents import Tokens
 from zerotune.diffusion.models.probe import probe
 from zerotune.errors import DataError, InvalidValueError
 
@@ -405,14 +404,3 @@ def test_texts_of_different_lengths_are_cached_padded_and_dropped(folders):
         together = family.predict(model, noisy, TIMES, both)
         single = family.predict(model, noisy[:1], TIMES[:1], alone[0])
     torch.testing.assert_close(together[:1], single, rtol=0, atol=1e-5)
-
-
-def test_packing_equals_that_of_the_pipelines():
-    latents = torch.randn(2, 4, 8, 6)
-    packed = FluxPipeline._pack_latents(latents, *latents.shape)
-    assert torch.equal(Tokens(2).pack(latents), packed)
-    assert torch.equal(Tokens(2).unpack(packed, latents.shape), latents)
-    clip = torch.randn(2, 4, 3, 8, 6)
-    assert torch.equal(Tokens(1).pack(clip), diffusers.LTXPipeline._pack_latents(clip))
-    assert torch.equal(Tokens(1).unpack(Tokens(1).pack(clip), clip.shape), clip)
-    assert Tokens(1, packs=False).pack(latents) is latents

@@ -10,9 +10,11 @@ from unittest import mock
 import diffusers
 import pytest
 import torch
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
 from tests.diffusion.families.own_family import PAGE
 from tests.support.new_pipelines import MAKERS
+from tests.support.runs import PLAIN, start
 from tests.support.sampling import sampled
 from zerotune.diffusion import load_pretrained, sample
 
@@ -125,3 +127,24 @@ def test_images_equal_those_of_plain_diffusers(load, name):
     if loaded.family.clips:
         images = images.transpose(1, 2)
     torch.testing.assert_close((ours / 2 + 0.5).clamp(0, 1), images, rtol=0, atol=5e-5)
+
+
+def test_training_uses_the_attention_backend_that_is_set_on_the_model(load, monkeypatch):
+    loaded = load("longcat-image")
+    used, real = [], _AttentionBackendRegistry._backends[AttentionBackendName._NATIVE_MATH]
+
+    def count(*args, **named):
+        used.append(1)
+        return real(*args, **named)
+
+    monkeypatch.setitem(
+        _AttentionBackendRegistry._backends, AttentionBackendName._NATIVE_MATH, count
+    )
+    loaded.model.set_attention_backend("_native_math")
+    engine = start(PLAIN, loaded.model)
+    batch = {"latents": torch.randn(1, 16, 8, 8), "captions": PROMPTS[:1]}
+    engine.backward(loaded.objective()(engine, batch, torch.Generator()))
+    engine.step()
+    engine.close()
+    loaded.model.reset_attention_backend()
+    assert used

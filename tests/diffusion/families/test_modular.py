@@ -15,13 +15,13 @@ from diffusers.modular_pipelines.wan import encoders as wan_encoders
 from tests.support.declared_pipelines import MAKERS as DECLARED
 from tests.support.declared_pipelines import _video_vae, flow, language_model, letters
 from tests.support.pipelines import alive, flux, sdxl, t5_tokenizer
-from tests.support.runs import PLAIN, start
+from tests.support.sampling import sampled
 from zerotune.diffusion import load_pretrained, sample
 from zerotune.diffusion.models.declared import Flux, QwenImage, Wan
 from zerotune.diffusion.models.family import Drawing
 from zerotune.diffusion.models.modular import blocks_pipeline
 from zerotune.diffusion.models.stable_diffusion import StableDiffusionXL
-from zerotune.errors import InvalidValueError
+from zerotune.errors import InvalidValueError, MissingDependencyError
 
 MAKERS = {"sdxl": sdxl, "flux": flux, **{name: DECLARED[name] for name in ("qwen-image", "wan")}}
 PAGE = Path(__file__).parents[3] / "docs" / "blocks.md"
@@ -70,7 +70,7 @@ def load(tmp_path_factory):
         yield loaded
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", sampled(BLOCKS, ("sdxl", "wan")))
 def test_texts_and_predictions_equal_those_of_the_built_in_family(load, name, caplog):
     built_in, blocks = load(name)
     family, model = built_in.family, built_in.model.eval()
@@ -91,7 +91,7 @@ def test_texts_and_predictions_equal_those_of_the_built_in_family(load, name, ca
     blocks.model.zero_grad()
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", sampled(BLOCKS, ("sdxl", "wan")))
 @pytest.mark.parametrize("guidance", [pytest.param(1.0, marks=pytest.mark.nightly), 3.0])
 def test_samples_equal_those_of_the_built_in_family(load, name, guidance):
     clip = {"frames": 5} if name == "wan" else {}
@@ -170,20 +170,6 @@ def test_a_model_that_exists_only_as_blocks_predicts_as_its_modular_pipeline(pag
     torch.testing.assert_close((drawn / 2 + 0.5).clamp(0, 1), wanted, rtol=0, atol=5e-6)
 
 
-def test_a_model_of_blocks_trains(page):
-    loaded = page["loaded"]
-    loaded.model.train()
-    engine = start(PLAIN, loaded.model)
-    before = [each.detach().clone() for each in loaded.model.parameters()]
-    for captions in (["a"], ["the dog ran"]):
-        batch = {"latents": torch.randn(1, 4, 8, 8), "captions": captions}
-        engine.backward(loaded.objective()(engine, batch, torch.Generator()))
-        engine.step()
-    engine.close()
-    pairs = zip(before, loaded.model.parameters(), strict=True)
-    assert any(not torch.equal(old, new) for old, new in pairs)
-
-
 def test_unusable_blocks_are_refused_with_the_reason():
     with pytest.raises(InvalidValueError, match="did you mean FluxAutoBlocks"):
         blocks_pipeline("FluxAutoBlock")
@@ -193,3 +179,10 @@ def test_unusable_blocks_are_refused_with_the_reason():
         blocks_pipeline("FluxAutoBlocks", "text2video")
     with pytest.raises(InvalidValueError, match="no block named 'text_encoder'"):
         blocks_pipeline("MiniMaxMusic3Blocks")
+
+
+def test_a_missing_package_of_a_block_is_named(load, monkeypatch):
+    _, blocks = load("wan")
+    monkeypatch.delattr(wan_encoders, "ftfy")
+    with pytest.raises(MissingDependencyError, match=r"WanTextEncoderStep needs .*'ftfy'"):
+        blocks.family.encode_texts(["a"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +134,8 @@ def stepped(model: Any, accelerator: Any, optimizer: Any, ema: Any, part: list) 
     return losses
 
 
-def saved_by_plain_accelerate(root: str, *, hooks: bool) -> dict[str, Any]:
-    """Train with accelerate without DeepSpeed, optionally with the hooks of diffusers' scripts."""
+def saved_by_plain_accelerate(root: str) -> dict[str, Any]:
+    """Train with accelerate without DeepSpeed, with the hooks of diffusers' scripts."""
     from accelerate import Accelerator
     from diffusers import UNet2DModel
     from diffusers.training_utils import EMAModel
@@ -151,8 +150,7 @@ def saved_by_plain_accelerate(root: str, *, hooks: bool) -> dict[str, Any]:
             each.save_pretrained(f"{folder}/unet")
             weights.pop()
 
-    if hooks:
-        accelerator.register_save_state_pre_hook(save)
+    accelerator.register_save_state_pre_hook(save)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
@@ -183,7 +181,6 @@ def gone_on_embedded(checkpoint: str) -> dict[str, Any]:
         accelerator.load_state(checkpoint)
         average = {name: full.clone().numpy() for name, full in ema.shadow.gather()}
         found = {"step": run.engine.state.global_step, "ema": ema.optimization_step}
-        found["whole"] = ema.shadow.distance()
         return found | {
             "losses": stepped(prepared, accelerator, optimizer, ema, batches(5)[3:]),
             "average": average,
@@ -192,7 +189,7 @@ def gone_on_embedded(checkpoint: str) -> dict[str, Any]:
 
 @pytest.mark.deepspeed
 def test_checkpoints_of_plain_accelerate_resume_in_an_embedded_run(tmp_path, caplog):
-    (expected,) = run_ranks(partial(saved_by_plain_accelerate, hooks=True), str(tmp_path))
+    (expected,) = run_ranks(saved_by_plain_accelerate, str(tmp_path))
     with caplog.at_level("WARNING", "zerotune"):
         checkpoint = convert(tmp_path / "state", tmp_path / "portable")
     left_out = verify_checkpoint(checkpoint).extra["left_out"]
@@ -204,18 +201,3 @@ def test_checkpoints_of_plain_accelerate_resume_in_an_embedded_run(tmp_path, cap
     assert actual["average"].keys() == expected["average"].keys()
     for name, average in expected["average"].items():
         np.testing.assert_array_equal(actual["average"][name], average, err_msg=name)
-
-
-@pytest.mark.deepspeed
-def test_states_that_cannot_be_assigned_are_reported_as_left_out(tmp_path):
-    (expected,) = run_ranks(partial(saved_by_plain_accelerate, hooks=False), str(tmp_path))
-    checkpoint = convert(tmp_path / "state", tmp_path / "portable")
-    manifest = verify_checkpoint(checkpoint)
-    assert "set base=" in manifest.extra["left_out"]["optimizer.bin"]
-    (actual,) = run_ranks(gone_on_embedded, str(checkpoint))
-    assert (actual["step"], actual["ema"], actual["whole"]) == (0, 0, 0)
-    assert actual["losses"][0] == pytest.approx(expected["losses"][3], rel=5e-5)
-    assert actual["losses"][1] != pytest.approx(expected["losses"][4], rel=5e-5)
-    tiny_unet(4).save_pretrained(tmp_path / "base")
-    named = convert(tmp_path / "state", tmp_path / "named", base=tmp_path / "base")
-    assert verify_checkpoint(named).state.global_step == 3
