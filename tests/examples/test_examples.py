@@ -18,7 +18,6 @@ import pytest
 from PIL import Image
 
 from tests.support.ranks import ranks, run_ranks
-from tests.support.sampling import nightly
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMOKE = ["--steps", "4", "--batch-size", "8", "--per-class", "2"]
@@ -85,7 +84,8 @@ def under_torchrun(arguments: list[str]) -> str:
 
 
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("start", [on_two_ranks, *nightly(under_torchrun)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("start", [on_two_ranks, under_torchrun])
 def test_the_demo_saves_and_resumes_on_two_processes(start, tmp_path):
     output = start([*SMOKE, *EASY, "--stage", "3", "--output", str(tmp_path)])
     check_results(tmp_path)

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from tests.support.errors import error_of
 from tests.support.ranks import ranks
+from tests.support.sampling import nightly
 from tests.training.workers import Losses, dataset, plan, regression, trainer
 from zerotune.ema import EMAShadow, EMAShadows
 from zerotune.training import (
@@ -125,7 +126,8 @@ class WhenBack(Callback):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "number", "rank"), [(1, signal.SIGINT, None), (2, signal.SIGTERM, 1)]
+    ("world_size", "number", "rank"),
+    [*nightly((1, signal.SIGINT, None)), (2, signal.SIGTERM, 1)],
 )
 @ranks()
 def test_a_signal_to_one_rank_ends_all_after_the_same_step(world_size, number, rank, tmp_path):

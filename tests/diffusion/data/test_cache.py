@@ -19,6 +19,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save
 
+from tests.support.sampling import nightly
 from zerotune.diffusion.data import (
     AspectBuckets,
     Augmentation,
@@ -257,7 +258,7 @@ KILLED = textwrap.dedent("""
 """)
 
 
-@pytest.mark.parametrize("when", [0, 17])
+@pytest.mark.parametrize("when", [*nightly(0), 17])
 def test_a_kill_loses_at_most_one_file(some, tmp_path, when):
     root = tmp_path / "cache"
     killed = subprocess.run(

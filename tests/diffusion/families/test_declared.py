@@ -22,8 +22,8 @@ from zerotune.errors import DataError, InvalidValueError
 TIMES = torch.tensor([731.25, 12.5])
 PROMPTS = ["a cat", "the dog ran"]
 EDITS = ["qwen-image-edit", "qwen-image-edit-plus"]
-SUITE = ("qwen-image", "wan22", "hidream", "aura-flow", "pixart-alpha")
-"""The others run nightly: packed, two experts, several texts, one sample at a time, sizes."""
+SUITE = ("qwen-image", "wan22", "hidream", "aura-flow")
+"""The others run nightly: packed, two experts, several texts, one sample at a time."""
 
 
 @pytest.fixture(scope="module")

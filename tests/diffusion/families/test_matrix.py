@@ -41,7 +41,7 @@ RUNS = [
 SAMPLE = [
     ("qwen-image", Case(stage=1), 1, [Variant()]),
     ("sd3", Case(stage=3, overrides=WHOLE), 2, [Variant(checkpointing=True)]),
-    ("flux", PLACES[-1], 1, [Variant(lora=True), Variant(checkpointing=True)]),
+    ("flux", PLACES[-1], 1, [Variant(lora=True)]),
 ]
 
 

@@ -10,13 +10,14 @@ import torch
 from PIL import Image
 
 from tests.support.declared_pipelines import without_videos
+from tests.support.sampling import nightly
 from zerotune.diffusion import encode_dataset, load_pretrained, sample
 from zerotune.diffusion.data import AspectBuckets, Augmentation, ImageFolder, PreparedImages
 from zerotune.diffusion.data.order import Draw
 from zerotune.diffusion.models.latents import Tokens
 from zerotune.errors import DataError
 
-NAMES = ["flux2", "flux2-klein", "qwen-image-edit-plus"]
+NAMES = ["flux2", *nightly("flux2-klein"), "qwen-image-edit-plus"]
 PROMPTS = ["put the hat on the cat", "paint both of them red"]
 """Prompts of equal length, so that the pipeline's inputs for one sample match those of a batch."""
 AREA = 32 * 32
