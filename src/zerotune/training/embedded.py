@@ -12,7 +12,6 @@ import attrs
 import torch
 
 from zerotune._util.closing import Closing
-from zerotune._util.proc import held
 from zerotune.backend.deepspeed.external import (
     AttachedEngine,
     accelerate_optimizer,
@@ -105,8 +104,7 @@ class EmbeddedPlan(Closing):
         PlanError: The plan cannot run on this machine.
         OptimizerError: The optimizer is not available.
         OffloadError: A swap folder cannot be created, or host memory is too small for the plan.
-        EngineError: The script runs under ``accelerate launch --cpu``, but DeepSpeed uses an
-            accelerator on this machine.
+        EngineError: The script runs under ``accelerate launch --cpu``, which turns DeepSpeed off.
         MissingDependencyError: DeepSpeed is not installed.
     """
 
@@ -132,8 +130,8 @@ class EmbeddedPlan(Closing):
         self._wanted, self._run, self._engine_name = as_plan(plan), run, engine
         self._resolver, self._offload = resolver, offload or OffloadManager()
         with self._starting():
+            _refuse_cpu_flag()
             self._platform = platform or detect_platform()
-            self._leave_cpu_to_the_plan()
             # Rejects a plan that cannot run, even if the model is not known yet.
             self._outline = self._resolved(model)
             platform = self._outline.platform
@@ -145,32 +143,6 @@ class EmbeddedPlan(Closing):
             if model is not None:
                 self._fit(self._outline, model)
         atexit.register(self._abandon)
-
-    def _leave_cpu_to_the_plan(self) -> None:
-        """Let accelerate use DeepSpeed under ``accelerate launch --cpu``, which disables it."""
-        if os.environ.get("ACCELERATE_USE_CPU", "").lower() not in _TRUE:
-            return
-        if self._platform.accelerator != "cpu":
-            raise EngineError(
-                "the script runs under accelerate launch --cpu, but DeepSpeed uses "
-                f"{self._platform.accelerator} on this machine",
-                "omit --cpu, or set DS_ACCELERATOR=cpu in the environment too",
-                "ACCELERATE_USE_CPU",
-                os.environ["ACCELERATE_USE_CPU"],
-            )
-        self.resources.enter_context(held("ACCELERATE_USE_CPU", "false"))
-        # accelerate's launcher sets an address if several processes were requested.
-        if "MASTER_ADDR" in os.environ and not Launch.from_environment().launched:
-            self.decide(
-                Decision(
-                    "num_processes",
-                    "several",
-                    1,
-                    "accelerate launch --cpu ignores --num_processes and starts one process",
-                    "warning",
-                    fix="start several processes with torchrun --nproc-per-node",
-                )
-            )
 
     def _resolved(self, model: torch.nn.Module | None) -> ResolvedPlan:
         run = self._run
@@ -513,6 +485,17 @@ def _parameter_words(parameter: ParameterFacts | None) -> str:
     if parameter is None:
         return "missing"
     return f"{'trained' if parameter.trainable else 'frozen'}, of shape {parameter.shape}"
+
+
+def _refuse_cpu_flag() -> None:
+    if (given := os.environ.get("ACCELERATE_USE_CPU", "")).lower() in _TRUE:
+        raise EngineError(
+            "accelerate launch --cpu turns DeepSpeed off",
+            "omit --cpu; to train on the CPU, set DS_ACCELERATOR=cpu and start the script with "
+            "torchrun",
+            "ACCELERATE_USE_CPU",
+            given,
+        )
 
 
 class EngineSchedule:
