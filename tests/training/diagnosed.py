@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import signal
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,10 +11,8 @@ from typing import Any
 import torch
 
 from tests.support.models import tiny_unet
-from tests.support.ranks import on_a_machine
 from tests.training import workers
-from zerotune.backend import roll_call
-from zerotune.errors import CollectiveError, OutOfMemoryError
+from zerotune.errors import OutOfMemoryError
 from zerotune.training import Watchdog
 
 
@@ -73,36 +68,6 @@ def waiting(folder: str) -> None:
 
     with workers.trainer(False, objective=sleepy, watchdog=Watchdog(timeout_s=2)) as running:
         running.fit(steps=5)
-
-
-def left_behind(folder: str) -> None:
-    """Stop rank 0, which holds the store, in a step; record the other's requests to the store."""
-    rank, told = int(os.environ["RANK"]), Path(folder)
-    on_a_machine(f"machine-{rank}")
-    asked = []
-    ask = roll_call.Asking.ask
-
-    def noted(self, question, *, seconds):
-        if threading.current_thread() is threading.main_thread():
-            asked.append([question.__qualname__, self.waits])
-        return ask(self, question, seconds=seconds)
-
-    def stops(_engine, _batch, _generator):
-        if rank == 0:
-            (told / "lost").write_text(str(os.getpid()))
-            os.kill(os.getpid(), signal.SIGSTOP)
-        while not (told / "lost").exists():
-            time.sleep(0.02)
-        roll_call.Asking.ask = noted
-        running.engine.group.barrier("go on", timeout_s=3)
-
-    watchdog = Watchdog(timeout_s=8, end=lambda _message: None)
-    try:
-        with workers.trainer(False, objective=stops, watchdog=watchdog) as running:
-            running.fit(steps=5)
-    except CollectiveError as error:
-        (told / "told").write_text(json.dumps([str(error), asked]))
-    os.kill(int((told / "lost").read_text()), signal.SIGKILL)
 
 
 def slow_but_alive() -> list[float]:

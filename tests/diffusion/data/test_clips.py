@@ -6,7 +6,6 @@ import io
 import os
 import struct
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pytest
@@ -341,35 +340,18 @@ def test_wan_trains_on_a_folder_of_frames_and_saves_validation_clips(root, tmp_p
         folder=f"{tmp_path}/cache",
         progress=False,
     )
-    objective, shapes = loaded.objective(), []
-
-    def watched(engine: Any, batch: Any, generator: torch.Generator) -> Any:
-        shapes.append(tuple(batch["latents"].shape))
-        return objective(engine, batch, generator)
-
-    watched.family, watched.scheduler = loaded.family, objective.scheduler  # type: ignore[attr-defined]
     plan = DeepSpeedPlan.build(
-        stage=2,
-        offload="cpu",
-        precision="fp32",
-        micro_batch_size=1,
-        optimizer={"type": "AdamW", "params": {"lr": 1e-3}},
+        stage=2, offload="cpu", precision="fp32", micro_batch_size=1, optimizer="AdamW", lr=1e-3
     )
     previews = ValidationImages(
         every=2, folder=f"{tmp_path}/previews", prompts=["a long one"], frames=3, size=(16, 16),
         steps=1,
     )  # fmt: skip
-    with Trainer(
-        model=loaded.model, plan=plan, data=cached, objective=watched, callbacks=[previews]
-    ) as trainer:
-        report = trainer.fit(steps=2)
+    with Trainer(model=loaded, plan=plan, data=cached, callbacks=[previews]) as trainer:
+        assert np.isfinite(trainer.fit(steps=2).losses).all()
         trained = dict(trainer.engine.master_weights.gather())
-        losses = [float(loss) for loss in trainer.report().losses]
-        str(report)
-        assert len(losses) == 2
-        assert all(np.isfinite(losses))
-        assert sum(not torch.equal(trained[n].cpu(), before[n]) for n in before) > 0
-        assert shapes == [(1, 4, 3, 8, 8)] * 2
+        assert any(not torch.equal(trained[n].cpu(), before[n]) for n in before)
+        assert cached[0]["latents"].shape == (4, 3, 8, 8)
         with Image.open(tmp_path / "previews" / "step-00000002.png") as preview:
             assert preview.n_frames == 3
             assert preview.info["duration"] == pytest.approx(1000 / 16)
