@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,28 +27,12 @@ if TYPE_CHECKING:
     from zerotune.diffusion.models.pipeline_family import PipelineFamily
 
 
-class Ranks(Protocol):
-    """Protocol for a group of processes that share the work, such as an engine's ``group``."""
-
-    rank: int
-    world_size: int
-
-    def barrier(self, purpose: str, *, timeout_s: float | None = None) -> None:
-        """Wait for all ranks.
-
-        Args:
-            purpose: Reason for waiting, shown in the error message.
-            timeout_s: Timeout in seconds; by default the group's timeout.
-        """
-        ...
-
-
 def encode_dataset(
     images: PreparedImages,
     *,
     family: PipelineFamily,
     folder: str | os.PathLike[str],
-    ranks: Ranks | None = None,
+    ranks: ProcessGroup | None = None,
     device: torch.device | str | None = None,
     batch_size: int = 4,
     progress: bool = True,
@@ -98,7 +82,7 @@ def encode_dataset(
         )
 
 
-def _launched_ranks(resources: ExitStack) -> Ranks:
+def _launched_ranks(resources: ExitStack) -> ProcessGroup:
     if not dist.is_initialized() and Launch.from_environment().world_size == 1:
         return ProcessGroup.alone()
     # Under a launcher the group outlives close(), because the engine joins it later.
@@ -112,7 +96,7 @@ def _encode(
     *,
     family: PipelineFamily,
     folder: str | os.PathLike[str],
-    ranks: Ranks,
+    ranks: ProcessGroup,
     device: torch.device,
     batch_size: int,
     shown: bool,

@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import attrs
 import torch
@@ -23,6 +23,9 @@ from zerotune.diffusion.models.family import (
 )
 from zerotune.diffusion.noise_schedule import ResolutionShift
 from zerotune.errors import CollectiveError, InvalidValueError
+
+if TYPE_CHECKING:
+    from zerotune.backend.distributed import ProcessGroup
 
 T = TypeVar("T")
 
@@ -49,35 +52,7 @@ def _module_evaluating(module: torch.nn.Module) -> Iterator[None]:
         module.train(training)
 
 
-class Gathering(Protocol):
-    """Protocol: processes that exchange values."""
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, in rank order, on every rank.
-
-        Args:
-            value: Value of this rank.
-        """
-        ...
-
-
-class Group(Gathering, Protocol):
-    """Protocol: processes of an engine, which exchange and compare values."""
-
-    rank: int
-    world_size: int
-
-    def agree(self, value: Any, what: str) -> None:
-        """Check that every rank passes the same value.
-
-        Args:
-            value: Value of this rank.
-            what: Description of the value, for the error message.
-        """
-        ...
-
-
-def shared(group: Gathering | None, purpose: str, work: Callable[[], T]) -> list[T]:
+def shared(group: ProcessGroup | None, purpose: str, work: Callable[[], T]) -> list[T]:
     """Call ``work`` on every rank, and return the results of all ranks in rank order.
 
     If ``work`` fails on one rank, all ranks raise an error. If ``work`` fails within a collective,
@@ -106,12 +81,12 @@ def shared(group: Gathering | None, purpose: str, work: Callable[[], T]) -> list
     return [part for part, _ in outcomes]
 
 
-def group_of(model: Any) -> Group | None:
+def group_of(model: Any) -> ProcessGroup | None:
     """Return an engine's process group, or ``None`` for a model without an engine."""
-    return cast("Group | None", getattr(model, "group", None))
+    return cast("ProcessGroup | None", getattr(model, "group", None))
 
 
-def equal_share(count: int, group: Group | None) -> list[int]:
+def equal_share(count: int, group: ProcessGroup | None) -> list[int]:
     """Return this rank's share of the indices below ``count``; all shares have equal length.
 
     Every rank needs the same number of forward passes, which are collectives at ZeRO stage 3. The

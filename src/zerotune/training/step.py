@@ -89,10 +89,6 @@ class StepClock:
         return self._now() - self._started, dict(self._host)
 
 
-class _Following(Protocol):
-    def step(self) -> None: ...
-
-
 def on_device(batch: Batch, device: torch.device) -> Batch:
     """Move a batch to the engine's device; page-locked tensors are copied asynchronously."""
     return {
@@ -122,7 +118,7 @@ class TrainStep:
         objective: Objective,
         stream: BatchStream,
         generator: torch.Generator,
-        ema: _Following | None = None,
+        ema: Any = None,
         non_finite: NonFinitePolicy | None = None,
         clock: StepClock | None = None,
     ) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
@@ -134,21 +134,6 @@ def with_signals(callbacks: tuple[Callback, ...]) -> tuple[Callback, ...]:
 
 
 # -- Goals and requests.
-
-
-@runtime_checkable
-class CountedStream(Protocol):
-    """A stream with a known length, such as ``DataStream`` and ``BucketStream``."""
-
-    @property
-    def epoch(self) -> float:
-        """Number of epochs that all ranks together have consumed so far."""
-        ...
-
-    @property
-    def steps_per_epoch(self) -> float:
-        """Mean number of micro batches per rank and epoch."""
-        ...
 
 
 @attrs.frozen(kw_only=True)
@@ -273,7 +258,7 @@ class Stopping:
 
 
 def _step_of_epoch(epochs: float, *, engine: Engine, stream: Any) -> int:
-    if not isinstance(stream, CountedStream):
+    if not hasattr(stream, "steps_per_epoch"):
         raise DataError(
             f"{type(stream).__name__} has no epoch length",
             "pass a dataset with __len__ and __getitem__, or call fit(steps=...)",
@@ -282,5 +267,5 @@ def _step_of_epoch(epochs: float, *, engine: Engine, stream: Any) -> int:
         )
     windows = (epochs - stream.epoch) * stream.steps_per_epoch
     # Rounding errors must not add a step to a whole number of epochs (0.1 + 0.2 != 0.3).
-    left = math.ceil(round(windows / engine.plan.gradient_accumulation_steps, 9))
+    left: int = math.ceil(round(windows / engine.plan.gradient_accumulation_steps, 9))
     return engine.state.global_step + max(0, left)

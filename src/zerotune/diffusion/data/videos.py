@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import attrs
 
@@ -21,35 +21,6 @@ if TYPE_CHECKING:
 
 VIDEOS: Final = frozenset((".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm"))
 """File extensions of videos, matched case-insensitively."""
-
-
-class Clip(Protocol):
-    """Protocol for reading one stored clip."""
-
-    @property
-    def rate(self) -> Fraction:
-        """Frames per second."""
-        ...
-
-    def first(self) -> tuple[Size, int]:
-        """Return the upright first frame's width and height, and the declared number of frames."""
-        ...
-
-    def images(self) -> Iterator[Image]:
-        """Return all frames as upright images, RGB or RGBA."""
-        ...
-
-    def picked(self, numbers: Sequence[int]) -> list[Image]:
-        """Return the frames with the given indices.
-
-        Args:
-            numbers: Indices in ascending order; duplicates are allowed.
-        """
-        ...
-
-    def content(self) -> str:
-        """Return a hash of the stored clip."""
-        ...
 
 
 @attrs.frozen(kw_only=True)
@@ -132,6 +103,9 @@ class VideoFile:
             while part := file.read(1 << 20):
                 digest.update(part)
         return digest.hexdigest()
+
+
+Clip: TypeAlias = FramesInFolder | VideoFile
 
 
 @contextmanager
