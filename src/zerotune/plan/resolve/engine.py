@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import attrs
 
 from zerotune import platform as machines
@@ -70,8 +68,6 @@ def filled(
     """
     context = case.context
     precision, why = case.precision
-    if not context.uses_deepspeed:
-        plan = _without_unknown_host_optimizer(plan, log)
     log.decisions.extend(why)
     plan = filled_in(plan, case, log)
     chosen = resolver.choose(plan, context, precision, by_weight=by_weight)
@@ -140,36 +136,31 @@ def _with_update(resolved: Resolved) -> Resolved:
 
 
 def _for_plain_engine(plan: Settings, platform: Platform, *, asked: bool, log: Log) -> Settings:
-    support = platform.deepspeed
-    reasons = ("DeepSpeed is disabled",) if asked else (support.reason, support.fix)
-    why = "; ".join(filter(None, reasons))
-    zero = plan.zero_optimization
-    host = _host_optimizer(zero, platform)
-    dropped: dict[str, Any] = {}
-    if zero is not None:
-        for name in ("offload_optimizer", "offload_param"):
-            section: OffloadSection | None = getattr(zero, name)
-            if host is not None and name == "offload_optimizer":
-                continue
-            if section is not None and section.device not in (None, "none"):
-                dropped[f"zero_optimization.{name}"] = section.to_dict()
-        left = zero if host is None else attrs.evolve(zero, offload_optimizer=None)
-        if host is None or left.to_dict() not in ({}, {"stage": 0}):
-            dropped["zero_optimization"] = left.to_dict()
-    if plan.aio is not None:
-        dropped["aio"] = plan.aio.to_dict()
-    if not dropped and not asked:
-        dropped["engine"] = "deepspeed"
-    for key, value in dropped.items():
-        log.decide(key, value, "plain" if key == "engine" else None, why, "warning")
+    """Return a plan without ZeRO, except for an optimizer that the host engine keeps in RAM."""
+    support, zero = platform.deepspeed, plan.zero_optimization
+    reasons = ["DeepSpeed is disabled"] if asked else [support.reason, support.fix or ""]
+    host, left = _host_optimizer(zero, platform), {} if zero is None else zero.to_dict()
+    name = entry_of(plan.optimizer_name).name
+    if host is not None and name not in STEPPED_PLAINLY:
+        host = None
+        reasons.append(f"{PLAIN_NEEDS}, so the states of {name} stay on the device")
     if host is not None:
+        left = attrs.evolve(zero or ZeroSection(), offload_optimizer=None).to_dict()
+        left = {} if left == {"stage": 0} else left
         log.decide(
-            _HOST_OPTIMIZER,
+            "zero_optimization.offload_optimizer",
             host.device,
             host.device,
             "the host engine needs no DeepSpeed; the ranks of a machine share one copy of "
             "the master weights and moments",
         )
+    why = "; ".join(filter(None, reasons))
+    dropped = {"zero_optimization": left, "aio": plan.aio.to_dict() if plan.aio else {}}
+    for key, value in dropped.items():
+        if value:
+            log.decide(key, value, None, why, "warning")
+    if not any(dropped.values()) and not asked:
+        log.decide("engine", "deepspeed", "plain", why, "warning")
     return attrs.evolve(
         plan,
         zero_optimization=None if host is None else ZeroSection(offload_optimizer=host),
@@ -177,9 +168,6 @@ def _for_plain_engine(plan: Settings, platform: Platform, *, asked: bool, log: L
         zero_allow_untested_optimizer=None,
         zero_force_ds_cpu_optimizer=None,
     )
-
-
-_HOST_OPTIMIZER = "zero_optimization.offload_optimizer"
 
 
 def _host_optimizer(zero: ZeroSection | None, platform: Platform) -> OffloadSection | None:
@@ -191,20 +179,6 @@ def _host_optimizer(zero: ZeroSection | None, platform: Platform) -> OffloadSect
     on_device = platform.accelerator != "cpu"
     pin = section.pin_memory if isinstance(section.pin_memory, bool) else on_device
     return OffloadSection(device="cpu", pin_memory=pin and on_device)
-
-
-def _without_unknown_host_optimizer(plan: Settings, log: Log) -> Settings:
-    zero, name = plan.zero_optimization, entry_of(plan.optimizer_name).name
-    if zero is None or zero.offload_optimizer is None or name in STEPPED_PLAINLY:
-        return plan
-    log.decide(
-        _HOST_OPTIMIZER,
-        zero.offload_optimizer.device,
-        None,
-        f"{PLAIN_NEEDS}, so the states of {name} stay on the device",
-        "warning",
-    )
-    return attrs.evolve(plan, zero_optimization=None)
 
 
 def without_inactive_offload(plan: Settings) -> Settings:
