@@ -73,21 +73,6 @@ def test_parameters_stay_in_host_memory_where_they_may_unless_frozen():
     assert not swapping(model((10,))).happens(0)
 
 
-def test_buffers_are_counted_per_modules_that_run_together():
-    large = (1024, 1024)
-    names = [
-        *(f"block.cell.weight_{i}" for i in range(6)),
-        "block.a",
-        "block.b",
-        "other.weight",
-        "top",
-    ]
-    facts = ModelFacts.from_shapes([*((name, large) for name in names), ("block.cell.bias", (9,))])
-    # Six for the cell, two for the block around it, one for the model around both, two spare.
-    assert swapping(facts).buffers == 6 + 2 + 1 + 2
-    assert swapping(model((10,))).buffers == sizing.PARAM_BUFFERS
-
-
 def test_a_sub_group_closes_once_it_reaches_its_size():
     facts = model((60,), (60,), (60,), (60,), frozen={3})
     assert sizing.largest_sub_group(facts, 1, 100) == 160

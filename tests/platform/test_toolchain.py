@@ -8,10 +8,8 @@ import attrs
 import pytest
 
 from zerotune.platform.toolchain import (
-    LibAio,
     LocalMachine,
     Tool,
-    detect_compilers,
     detect_toolchain,
     parse_version,
 )
@@ -92,19 +90,6 @@ def test_all_tools_of_a_complete_machine_are_found():
     assert found.nvcc.version == "12.8"
     assert found.python_headers
     assert found.libaio.usable
-
-
-def test_detecting_compilers_compiles_nothing():
-    class Idle(FakeMachine):
-        def run(self, command, source=""):
-            assert command[-1] == "--version"
-            return super().run(command, source)
-
-    machine = Idle(programs={"c++": GCC, "ninja": "1.11.1"})
-    unknown = LibAio(header=None, library=None)
-    assert detect_compilers(machine).libaio == unknown
-    whole = attrs.evolve(detect_toolchain(FakeMachine(programs=machine.programs)), libaio=unknown)
-    assert detect_compilers(machine) == whole
 
 
 def test_the_variable_cxx_selects_the_compiler():

@@ -53,21 +53,6 @@ def test_sdxl_gets_the_expected_layout_on_common_cards(vram, ram, nvme, title, c
     assert all(size >= 0 for size in advice.headroom.values())
 
 
-def test_the_candidate_with_the_fastest_predicted_step_is_chosen():
-    # A host so slow that the fastest plan is not the one with least offload.
-    even = dict.fromkeys(RATE_NAMES, 1e15)
-    slow_host = Rates(**even | {"host_step": 1e9, "host_memory": 1e9})
-    options = {"vram": "80GiB", "ram": "512GiB", "ema": "host", "precision": "bf16"}
-    advice = DeepSpeedPlan.advise("sd35-medium", rates=slow_host, **options)
-    assert advice.chosen.time.expected <= 1.05 * min(
-        one.time.expected for one in (advice.chosen, *advice.runners_up)
-    )
-    for one in advice.candidates:
-        assert one.time.seconds > 0
-    assert "per step predicted" in advice.explain()
-    assert advice.to_dict()["candidates"][0]["time"]["origin"] == "given"
-
-
 def test_more_offload_is_chosen_where_it_is_faster():
     # Recomputing on a slow device costs more than offloading: keep the activations.
     even = dict.fromkeys(RATE_NAMES, 1e15)
@@ -78,18 +63,8 @@ def test_more_offload_is_chosen_where_it_is_faster():
     assert least.gradient_checkpointing
     assert not fastest.gradient_checkpointing
     assert "fastest" in fastest.chosen.reason
+    assert fastest.chosen.time.expected <= 1.05 * min(o.time.expected for o in fastest.runners_up)
     assert fastest.chosen.time.seconds < least.time.seconds
-
-
-def test_the_plan_resolves_to_the_estimated_layout():
-    advice = advise("12GiB")
-    again = advice.plan.estimate(
-        "sdxl",
-        platform=advice.resolved.platform,
-        resolution=1024,
-        gradient_checkpointing=advice.gradient_checkpointing,
-    )
-    assert again.items == advice.estimate.items
 
 
 def test_every_candidate_before_the_chosen_one_has_a_reason_for_rejection():
@@ -366,21 +341,6 @@ def test_master_weights_are_split_only_where_no_exact_layout_fits():
 
 
 @pytest.mark.parametrize(
-    ("model", "ram", "optimizer"),
-    [("flux", "128GiB", "AdamWBF16States"), ("qwen-image", "192GiB", "AdamW8BitStates")],
-)
-def test_lean_states_make_large_models_fit(model, ram, optimizer):
-    asked = {"vram": "24GiB", "ram": ram, "precision": "bf16", "optimizer": optimizer}
-    assert DeepSpeedPlan.advise(model, **asked).streamed is not None
-    if optimizer == "AdamW8BitStates":
-        # It runs only with streamed weights, so that naming it is asking for them.
-        assert DeepSpeedPlan.advise(model, streamed=False, **asked).streamed is not None
-        return
-    with pytest.raises(NothingFitsError, match="streamed weights fit"):
-        DeepSpeedPlan.advise(model, streamed=False, **asked)
-
-
-@pytest.mark.parametrize(
     ("model", "optimizer", "ram"),
     [("flux", "AdamWBF16States", "110GiB"), ("qwen-image", "AdamW8BitStates", "128GiB")],
 )
@@ -426,27 +386,6 @@ def test_a_base_whose_values_cannot_be_copied_unit_by_unit_is_not_streamed():
     advice = DeepSpeedPlan.advise(model, vram="24GiB", ram="64GiB", precision="bf16")
     assert advice.candidates
     assert not streamed_of(advice)
-
-
-def test_adapters_need_less_than_the_model_and_keep_the_base():
-    whole, adapters = advise("80GiB"), advise("80GiB", lora=16)
-    assert adapters.estimate.device < whole.estimate.device / 3
-    facts = adapters.resolved.model
-    assert facts.numel - facts.trainable_numel == whole.resolved.model.numel
-    # All weights, of the base and of the adapters, are kept in bf16.
-    weights = sum(i.nbytes for i in adapters.estimate.items if i.component == "weights")
-    assert weights == 2 * facts.numel
-    states = sum(i.nbytes for i in adapters.estimate.items if i.component == "optimizer states")
-    assert states == 8 * facts.trainable_numel
-    again = adapters.plan.estimate(
-        "sdxl",
-        platform=adapters.resolved.platform,
-        lora=16,
-        gradient_checkpointing=adapters.gradient_checkpointing,
-    )
-    assert again.items == adapters.estimate.items
-    larger = advise("80GiB", lora=32).resolved.model
-    assert larger.trainable_numel == 2 * facts.trainable_numel
 
 
 def test_where_nothing_fits_adapters_are_suggested_only_if_they_would():

@@ -42,20 +42,6 @@ def test_adagrad_is_not_offloaded_on_apple_gpus():
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
-    "name",
-    ["OneBitAdam", "OneBitLamb", "ZeroOneAdam"],
-)
-def test_a_cell_that_cannot_run_gives_a_reason_and_an_alternative(name, stage):
-    for accelerator in ("cpu", "cuda"):
-        for offload in ("none", "cpu"):
-            answer = capability(name, stage=stage, offload=offload, accelerator=accelerator)
-            assert answer.status == "cannot"
-            assert len(answer.reason) > 20
-            assert answer.alternative == "AdamW"
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(
     ("name", "runs_as"), [("MuAdam", "Adam"), ("MuAdamW", "AdamW"), ("MuSGD", "SGD")]
 )
 def test_mup_optimizers_run_everywhere_as_torch_classes(name, runs_as, stage):

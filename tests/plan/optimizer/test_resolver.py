@@ -340,14 +340,6 @@ def test_maximize_runs_or_is_refused(resolve):
     assert "maximize" not in resolve("AdamW", {**params, "maximize": False}).optimizer.params
 
 
-def test_bias_correction_cannot_be_switched_off_in_torch(resolve, decisions_for):
-    params = {"lr": 1e-4, "bias_correction": False}
-    assert resolve("AdamW", params).optimizer.params["bias_correction"] is False
-    resolution = resolve("AdamW", params, deepspeed=False)
-    (decision,) = decisions_for(resolution, "optimizer.params.bias_correction")
-    assert decision.severity == "warning"
-
-
 def test_conflicting_values_are_refused(resolve):
     with pytest.raises(InvalidValueError, match="nesterov"):
         resolve("SGD", {"lr": 0.1, "nesterov": True})
