@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import accumulate
 from typing import Final
 
 import attrs
@@ -321,8 +320,6 @@ def _fill_device(request: Request, layout: Layout, estimate: Estimate) -> Estima
     work = estimate.workload
     case = Costing(resolved=estimate.resolved, model=request.model, workload=work)
     groups = case.sub_groups
-    each = 4 * (2 + case.states)
-    usable = request.budget.usable("device")
 
     def keeping(kept: int) -> Estimate:
         # The middle of the ratios that keep this many, so that rounding cannot change the number.
@@ -330,18 +327,14 @@ def _fill_device(request: Request, layout: Layout, estimate: Estimate) -> Estima
         plan = laid_out(request, layout, ratio=ratio)
         return estimate_resolved(resolve(plan, request.context), work)
 
-    # A first guess from the memory that is free at the peak; other phases may have more.
-    kept = max(1, sum(each * held <= usable - estimate.device for held in accumulate(groups[:-1])))
-    best = keeping(kept)
-    while kept > 1 and best.device > usable:
-        kept -= 1
-        best = keeping(kept)
-    while kept + 1 < len(groups):
-        more = keeping(kept + 1)
-        if more.device > usable:
-            break
-        kept, best = kept + 1, more
-    return best
+    fewest, most = 1, len(groups) - 1
+    while fewest < most:
+        middle = (fewest + most + 1) // 2
+        if keeping(middle).device <= request.budget.usable("device"):
+            fewest = middle
+        else:
+            most = middle - 1
+    return keeping(fewest)
 
 
 def _workloads(request: Request) -> Iterator[Workload]:

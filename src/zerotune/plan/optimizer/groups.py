@@ -249,21 +249,19 @@ class ParameterGroups:
 
     def _check_matches(self, model: ModelFacts) -> None:
         trainable = [parameter.name for parameter in model.trainable]
-        frozen = [parameter.name for parameter in model.parameters if not parameter.trainable]
         for rule in self.rules:
             for pattern in rule.patterns:
-                if any(matches(pattern, name) for name in trainable):
-                    continue
-                if any(matches(pattern, name) for name in frozen):
-                    reason, fix = "it matches frozen parameters only", "let them require gradients"
-                else:
+                if not any(matches(pattern, name) for name in trainable):
                     close = closest_names(pattern, trainable)
-                    reason = "it matches no parameter of the model"
                     parts = dict.fromkeys(name.partition(".")[0] for name in trainable)
-                    fix = f"the model's parts are {', '.join(parts)}"
-                    if close:
-                        fix = f"did you mean {' or '.join(close)}?"
-                raise OptimizerError(reason, fix, f"{KEY}.{rule.name}.patterns", pattern)
+                    raise OptimizerError(
+                        "it matches no parameter of the model that is trained",
+                        f"did you mean {' or '.join(close)}?"
+                        if close
+                        else f"the model's parts are {', '.join(parts)}",
+                        f"{KEY}.{rule.name}.patterns",
+                        pattern,
+                    )
 
 
 _NO_DECAY = ParameterGroup(name="no decay", max_ndim=1, params={"weight_decay": 0.0}, optional=True)
@@ -304,7 +302,14 @@ def group_parameters(
     for each in model.trainable:
         first = next((rule for rule in groups.rules if rule.picks(each.name, each.shape)), None)
         taken[REST if first is None else first.name].append(each)
-    _check_empty(groups.rules, taken, model)
+    for rule in groups.rules:
+        if not taken[rule.name] and not rule.optional:
+            raise OptimizerError(
+                "earlier groups match all of its parameters, or max_ndim excludes them",
+                "move this group before them, since the first match wins, or omit max_ndim",
+                f"{KEY}.{rule.name}",
+                rule.patterns,
+            )
     rest = ParameterGroup(name=REST)
     return tuple(
         rule._group_of(taken[rule.name], choice, entry)
@@ -336,30 +341,6 @@ def describe(group: GroupChoice) -> str:
     return (
         f"{group.name}: {len(group.parameters)} {noun}, {group.numel:,} elements, {arguments}{end}"
     )
-
-
-def _check_empty(
-    rules: Sequence[ParameterGroup],
-    taken: Mapping[str, Sequence[ParameterFacts]],
-    model: ModelFacts,
-) -> None:
-    for index, rule in enumerate(rules):
-        if rule.optional or taken[rule.name]:
-            continue
-        wanted = [p for p in model.trainable if rule.picks(p.name, p.shape)]
-        rivals = [
-            other.name
-            for other in rules[:index]
-            if any(other.picks(p.name, p.shape) for p in wanted)
-        ]
-        raise OptimizerError(
-            f"earlier groups match all of its parameters ({', '.join(rivals)})"
-            if rivals
-            else f"max_ndim {rule.max_ndim} excludes all parameters that match its patterns",
-            "move this group before them: the first match wins" if rivals else "omit max_ndim",
-            f"{KEY}.{rule.name}",
-            rule.patterns,
-        )
 
 
 def record_groups(chosen: Sequence[GroupChoice], log: Log) -> None:

@@ -13,7 +13,7 @@ from zerotune.errors import (
     writes,
 )
 from zerotune.plan.optimizer.catalogue import ONE_BIT
-from zerotune.plan.resolve.batch import CLIPPING, MICRO, clipping_sources
+from zerotune.plan.resolve.batch import CLIPPING, MICRO, clipping, clipping_sources
 from zerotune.plan.resolve.case import Case
 from zerotune.plan.resolve.sizes import NO_PREFETCH
 from zerotune.plan.rules.rule import (
@@ -26,11 +26,9 @@ from zerotune.plan.rules.rule import (
     Findings,
     Rule,
     active,
-    clips,
     offload_section,
     swaps_parameters,
     wide_weight,
-    zero_extra,
 )
 from zerotune.plan.section import (
     Section,
@@ -110,7 +108,10 @@ def _needed_without_norm(case: Case) -> str | None:
     plan = case.plan
     missing = {
         f"stage 1 or 2, but this is stage {plan.stage}": plan.stage not in (1, 2, AUTO),
-        "gradient_clipping 0, because clipping measures the norm": clips(case),
+        "gradient_clipping 0, because clipping measures the norm": clipping(
+            case.plan, case.context.run
+        ).norm
+        != 0,
         "the optimizer on the device": active(offload_section(plan, "optimizer")),
     }
     return next((needs for needs, holds in missing.items() if holds), None)
@@ -120,7 +121,7 @@ def _where_no_sum(case: Case) -> str | None:
     """Where DeepSpeed cannot sum gradients; ``None`` if it can here."""
     refusals = {
         "with DeepCompile": value_at(case.plan, "compile.deepcompile", None) is True,
-        "with ZenFlow": zero_extra(case.plan, "zenflow") is not None,
+        "with ZenFlow": value_at(case.plan, f"{ZERO_PATH}.zenflow", None) is not None,
         "at stage 3": case.plan.stage == 3,
     }
     return next((where for where, holds in refusals.items() if holds), None)

@@ -21,7 +21,6 @@ from zerotune.errors import (
     fix_of,
 )
 from zerotune.plan.context import Context
-from zerotune.plan.resolve.batch import clipping
 from zerotune.plan.resolve.case import Case
 from zerotune.plan.section import value_at
 from zerotune.plan.sections import OffloadSection
@@ -170,12 +169,6 @@ def active(section: OffloadSection | None) -> bool:
     return section is not None and section.device not in (None, "none", AUTO)
 
 
-def zero_extra(plan: Settings, key: str) -> Any:
-    """Return an unmodelled key of ``zero_optimization``, or ``None`` if it is not set."""
-    zero = plan.zero_optimization
-    return zero.extra.get(key) if zero else None
-
-
 def number(value: Any) -> float | None:
     """Return ``value`` as a float if it is a finite number, otherwise ``None``."""
     return float(value) if is_number(value) else None
@@ -184,11 +177,6 @@ def number(value: Any) -> float | None:
 def integer(value: Any) -> int | None:
     """Return ``value`` as an int if it is a whole number, otherwise ``None``."""
     return int(value) if is_integer(value) else None
-
-
-def clips(case: Case) -> bool:
-    """Whether gradients are clipped; without a setting they are clipped to a norm of 1.0."""
-    return clipping(case.plan, case.context.run).norm != 0
 
 
 def wide_weight(case: Case) -> str | None:
