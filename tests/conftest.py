@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import call_in_ranks, compile_device, compile_io
+from tests.support.ranks import call_in_ranks, compile_device, compile_io, share_fork_server
 from tests.support.recording import RECORD
 from zerotune import decisions
 
@@ -56,6 +56,11 @@ def _has_cuda() -> bool:
 gc.disable()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput"):
+        share_fork_server()
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
@@ -65,7 +70,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest, so that no worker ends alone with one of them."""
     known = json.loads(RECORD.read_text(encoding="utf-8"))
     root = RECORD.parents[1]
-    seconds = {root / file: cost.get("seconds", 0) for file, cost in known.items()}
+    # Tests that wait for other processes take longer than their processor seconds.
+    seconds = {
+        root / file: max(cost.get("seconds", 0), cost.get("wall", 0))
+        for file, cost in known.items()
+    }
     for item in items:
         if item.get_closest_marker("deepspeed"):
             seconds.setdefault(item.path, UNKNOWN_S)

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import inspect
 import multiprocessing as mp
+import multiprocessing.forkserver
 import os
 import platform
 import random
@@ -27,6 +28,9 @@ from zerotune._util import proc
 # with a CUDA build of torch, importing it keeps forked processes from using CUDA.
 _PRELOAD = ["torch", "sklearn.datasets", "tests.support.preload"]
 _context: Any = None
+_ADDRESS = "ZEROTUNE_FORK_SERVER"
+# Only for this process, not for processes that tests start.
+_shared = os.environ.pop(_ADDRESS, None)
 _chance = random.SystemRandom()
 # Time for the other ranks to notice that one failed; engines notice within seconds.
 _GRACE_S = 30.0
@@ -220,7 +224,20 @@ def _fork_server() -> Any:
     if _context is None:
         _context = mp.get_context("forkserver")
         _context.set_forkserver_preload(_PRELOAD)
+        if _shared is not None:
+            server: Any = multiprocessing.forkserver._forkserver
+            server._forkserver_address = _shared
+            # Python gives it to children, which use it only to fork themselves.
+            server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
+            server.ensure_running = lambda: None
     return _context
+
+
+def share_fork_server() -> None:
+    """Start a fork server for the test processes that this one starts; each would load its own."""
+    _fork_server()
+    multiprocessing.forkserver.ensure_running()
+    os.environ[_ADDRESS] = multiprocessing.forkserver._forkserver._forkserver_address
 
 
 def on_a_machine(name: str) -> None:

@@ -1,8 +1,9 @@
 """Record what each file of tests costs: ``nox -s durations``, on an idle machine.
 
 The plugin writes ``tests/durations.json``: processor seconds of a file (with those of its ranks and
-of processes that it waited for), engines that it started, and ranks. ``tests/conftest.py`` begins
-with the files that take longest. A diff of the file shows which tests became slow.
+of processes that it waited for), seconds that passed, engines that it started, and ranks.
+``tests/conftest.py`` begins with the files that take longest. A diff of the file shows which tests
+became slow.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +22,7 @@ import pytest
 RECORD: Final = Path(__file__).parents[1] / "durations.json"
 VARIABLE: Final = "ZEROTUNE_RECORD"
 """Set in the processes of a recorded run."""
-FIELDS: Final = ("seconds", "tests", "engines", "ranks")
+FIELDS: Final = ("seconds", "wall", "tests", "engines", "ranks")
 spent: Counter[str] = Counter()
 """Costs of the running test outside this process, and of its engines."""
 _files: dict[str, Counter[str]] = {}
@@ -54,7 +56,7 @@ def pytest_configure() -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
     spent.clear()
-    spent["seconds"] = -used()
+    spent["seconds"], spent["wall"] = -used(), -time.monotonic()
     return (yield)
 
 
@@ -64,6 +66,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         spent["seconds"] += used()
+        spent["wall"] += time.monotonic()
         item.user_properties.append(("cost", dict(spent)))
 
 
