@@ -87,6 +87,18 @@ RULES = [
         platform=Platform.synthetic("cpu"),
         **zero(stage=3, offload_optimizer={**CPU, "super_offload": True}),
     ),
+    case(
+        "super-offload",
+        "Set stage to 3",
+        "Remove offload_optimizer.super_offload",
+        **zero(stage=2, offload_optimizer={**CPU, "super_offload": True}),
+    ),
+    case(
+        "super-offload",
+        "Remove offload_optimizer.super_offload",
+        "Set gradient_clipping to 0",
+        **zero(stage=3, offload_optimizer={**CPU, "super_offload": True}),
+    ),
     case("muon-convolutions", "Write AdamW", **optimizer("Muon", lr=1e-4)),
     case(
         "clipping-set-twice", "Remove launch.gradient_clipping", launch={"gradient_clipping": 2.0}
@@ -160,6 +172,12 @@ RULES = [
         **zero(stage=3, offload_optimizer={**NVME, "buffer_count": 4, "pipeline_read": True}),
     ),
     case(
+        "nvme-sub-group-size",
+        "Write 50000000",
+        "Write auto",
+        **zero(stage=3, sub_group_size=10**9, offload_optimizer=NVME),
+    ),
+    case(
         "nvme-param-buffers",
         "Write 12",
         "Write auto",
@@ -220,6 +238,12 @@ RULES = [
         **zero(stage=3),
     ),
     case("zenflow-convolutions", "Remove zenflow", **zero(stage=2, zenflow={})),
+    case(
+        "large-reduce-bucket",
+        "Write 30000000",
+        "Write auto",
+        **zero(stage=2, reduce_bucket_size=500_000_000),
+    ),
     case("offload-at-stage-0", "Set stage to 2", **zero(stage=0, offload_optimizer=CPU)),
     case("offload-param-below-stage-3", "Set stage to 3", **zero(stage=2, offload_param=CPU)),
     case(
@@ -556,13 +580,13 @@ def test_each_button_costs_one_preview(monkeypatch, any_machine):
     monkeypatch.setattr(module, "understand", counting)
     config = {
         **PLAN,
-        **zero(stage=1, offload_optimizer=CPU, offload_param=CPU),
+        **zero(stage=1, offload_optimizer=CPU, offload_param=CPU, reduce_bucket_size=500_000_000),
         **optimizer("OneBitAdam", lr="1e-4"),
         **scheduler("WarmupLR", warmup_num_steps=20_000),
     }
     _, _, found = offered({"config": config, "launch": None, "setup": None}, None, any_machine)
     buttons = sum(len(each) for _, each in found)
-    assert buttons >= 4
+    assert buttons >= 6
     assert len(previews) == buttons
 
 

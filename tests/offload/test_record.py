@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 
+import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,6 +30,8 @@ records = st.builds(
         pid_namespace=st.none() | st.integers(),
     ),
 )
+FIELDS = {"run_id": "20260101T000000-0123456789ab", "rank": 0, "world_size": 1, "plan_digest": ""}
+OWNER = attrs.fields_dict(ProcessIdentity)
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
@@ -46,6 +49,15 @@ def test_a_record_round_trips(record):
 def test_malformed_records_give_one_kind_of_error(text):
     with pytest.raises(OffloadError, match="lease record"):
         LeaseRecord.from_json(text)
+
+
+@pytest.mark.parametrize("name", [*attrs.fields_dict(LeaseRecord), *OWNER])
+@pytest.mark.parametrize("wrong", [[], True, 0.5])
+def test_a_field_of_another_type_is_named(name, wrong):
+    fields = json.loads(LeaseRecord.for_this_process(**FIELDS).to_json())
+    (fields["owner"] if name in OWNER else fields)[name] = wrong
+    with pytest.raises(OffloadError, match="is no record"):
+        LeaseRecord.from_json(json.dumps(fields))
 
 
 @settings(deadline=None)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar, cast
 
 import attrs
 from typing_extensions import Self
@@ -17,6 +18,7 @@ from zerotune.errors import OffloadError
 
 _FORMAT: Final = 1
 _LONGEST: Final = 65536
+_ValueT = TypeVar("_ValueT", bound=attrs.AttrsInstance)
 
 
 @attrs.frozen(kw_only=True)
@@ -63,6 +65,9 @@ class LeaseRecord:
     def from_json(cls, text: str) -> Self:
         """Parse the output of :meth:`to_json`.
 
+        Args:
+            text: Content of the record's file.
+
         Raises:
             OffloadError: The text is not a record.
         """
@@ -70,7 +75,7 @@ class LeaseRecord:
             fields = dict(json_of(text))
             if fields.pop("format", None) != _FORMAT:
                 raise ValueError(f"not of format {_FORMAT}")
-            return cls(**{**fields, "owner": ProcessIdentity(**fields["owner"])})
+            return _typed(cls, {**fields, "owner": _typed(ProcessIdentity, fields["owner"])})
         except (ValueError, TypeError, KeyError) as error:
             raise _damaged(f"is no record ({error})", text) from None
 
@@ -118,6 +123,21 @@ class LeaseRecord:
                 "folder does not prove that the owner has ended"
             )
         return None
+
+
+def _typed(of: type[_ValueT], fields: Mapping[str, Any]) -> _ValueT:
+    """Return a value from fields of a file.
+
+    Raises:
+        TypeError: A field is missing, unknown, or of another type than the class states.
+    """
+    found = of(**fields)
+    for field in attrs.fields(attrs.resolve_types(of)):
+        value = getattr(found, field.name)
+        # To Python, a bool is an int.
+        if isinstance(value, bool) or not isinstance(value, cast("type", field.type)):
+            raise TypeError(f"{field.name} has the wrong type ({type(value).__name__})")
+    return found
 
 
 def _damaged(reason: str, text: str) -> OffloadError:

@@ -22,6 +22,21 @@ def test_a_section_without_a_device_is_named_and_recorded_once():
 
 
 @pytest.mark.parametrize(
+    ("stage", "clipping", "found"),
+    [(3, 1.0, True), (3, None, True), (3, 0, False), (2, 0, True), (0, 0, False)],
+)
+def test_super_offload(stage, clipping, found):
+    section = {"device": "cpu", "super_offload": True}
+    config = {**zero(stage=stage, offload_optimizer=section), "gradient_clipping": clipping}
+    if stage == 0:
+        config["zero_optimization"]["offload_optimizer"]["device"] = "none"
+    findings = find("super-offload", config)
+    assert bool(findings) == found
+    if found:
+        assert ("needs stage 3" in findings[0].reason) == (stage == 2)
+
+
+@pytest.mark.parametrize(
     ("accelerator", "stage", "found"),
     [("cpu", 3, 1), ("xpu", 3, 1), ("cuda", 3, 0), ("rocm", 3, 0), ("cpu", 2, 0), (None, 3, 0)],
 )

@@ -6,7 +6,43 @@ from tests.plan.rulebook.findings import find, one, zero
 from zerotune.plan import ModelFacts
 from zerotune.plan.families import family
 
+LARGE = ModelFacts.from_shapes([(f"block{i}", (25_000_000,)) for i in range(100)])
 SMALL = ModelFacts.from_shapes([("a", (1000, 1000))])
+
+
+def nvme(**keys):
+    return zero(stage=3, offload_optimizer={"device": "nvme"}, **keys)
+
+
+def test_sub_group_size_reports_the_size_of_its_buffers():
+    finding = one("nvme-sub-group-size", nvme(sub_group_size=1_000_000_000))
+    assert "4 buffers" in finding.reason
+    assert "14.90 GiB of host memory" in finding.reason
+
+
+@pytest.mark.parametrize(
+    ("config", "model", "found"),
+    [
+        (nvme(sub_group_size=1_000_000_000), LARGE, 1),
+        (nvme(sub_group_size=1_000_000_000), SMALL, 0),
+        (nvme(sub_group_size=50_000_000), LARGE, 0),
+        (nvme(sub_group_size="auto"), LARGE, 0),
+        (nvme(), None, 0),
+        (
+            zero(stage=3, offload_optimizer={"device": "cpu"}, sub_group_size=1_000_000_000),
+            LARGE,
+            0,
+        ),
+    ],
+)
+def test_sub_group_size(config, model, found):
+    assert len(find("nvme-sub-group-size", config, model=model)) == found
+
+
+def test_pipelining_multiplies_the_buffer_pool():
+    config = nvme(sub_group_size=1_000_000_000)
+    config["zero_optimization"]["offload_optimizer"]["pipeline_read"] = True
+    assert "8 buffers" in one("nvme-sub-group-size", config).reason
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,31 @@ def test_gradient_sum(operation, keys, found):
     assert len(find("gradient-sum", config)) == found
 
 
+@pytest.mark.parametrize(
+    ("keys", "bf16", "cost"),
+    [
+        ({"stage": 2}, True, "953.67 MiB"),
+        ({"stage": 2, "overlap_comm": True}, True, "1.86 GiB"),
+        ({"stage": 2, "overlap_comm": True}, False, "3.73 GiB"),
+        ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, True, "1.86 GiB"),
+        ({"stage": 3, "overlap_comm": True}, True, "953.67 MiB"),
+        ({"stage": 2, "contiguous_gradients": False}, True, None),
+        ({"stage": 0}, True, None),
+    ],
+)
+def test_large_reduce_bucket(keys, bf16, cost):
+    config = {**zero(reduce_bucket_size=500_000_000, **keys), "bf16": {"enabled": bf16}}
+    findings = find("large-reduce-bucket", config)
+    assert len(findings) == (cost is not None)
+    if cost is not None:
+        assert cost in findings[0].reason
+        assert ("two buckets" in findings[0].reason) == (cost in ("1.86 GiB", "3.73 GiB"))
+        chosen = "overlap_comm" not in keys and "two buckets" in findings[0].reason
+        assert ("zerotune turns overlap_comm on" in findings[0].reason) == chosen
+    config["zero_optimization"]["reduce_bucket_size"] = 30_000_000
+    assert find("large-reduce-bucket", config) == []
+
+
 def test_deepspeeds_activation_checkpointing_is_reported_with_the_alternative():
     config = {"activation_checkpointing": {"partition_activations": True}}
     assert "enable_gradient_checkpointing" in one("activation-checkpointing", config).fix
@@ -231,6 +256,13 @@ def test_a_number_in_quotes_is_reported():
     assert (finding.key, finding.fix) == ("optimizer.params.lr", "write 1e-4")
     params = {"lr": 1e-4, "betas": "auto", "kind": "cosine"}
     assert find("number-as-text", {"optimizer": {"type": "AdamW", "params": params}}) == []
+
+
+@pytest.mark.parametrize(("precision", "size"), [("auto", "1.86"), (True, "1.86"), (False, "3.73")])
+def test_the_reported_bucket_size_follows_the_precision(precision, size):
+    section = {"stage": 2, "reduce_bucket_size": 500_000_000, "overlap_comm": True}
+    config = {"zero_optimization": section, "bf16": {"enabled": precision}}
+    assert size in one("large-reduce-bucket", config).reason
 
 
 @pytest.mark.parametrize(

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 from typing import Final
 
-from zerotune._util.text import is_number
+from zerotune._util.text import format_size, is_number
 from zerotune.errors import (
+    REMOVAL,
     UNSET,
     writes,
 )
 from zerotune.plan.optimizer.names import entry_of
+from zerotune.plan.resolve.batch import CLIPPING
 from zerotune.plan.resolve.case import Case
 from zerotune.plan.resolve.sizes import (
     OPTIMIZER_BUFFERS,
+    SUB_GROUP_NVME,
+    largest_sub_group,
     optimizer_buffers,
 )
 from zerotune.plan.rules.rule import (
     ON_CPU,
+    OPTIMIZER,
     RATIO,
+    STAGE,
     Findings,
     Rule,
+    active,
+    clips,
     integer,
     offload_section,
     rule,
@@ -69,7 +77,46 @@ def partial_offload_optimizer(case: Case, this: Rule) -> Findings:
         yield this.finding(RATIO, ratio, what=what)
 
 
+_SUPER_OFFLOAD: Final = f"{OPTIMIZER}.super_offload"
+
+
+@rule("super-offload", "warning")
+def super_offload(case: Case, this: Rule) -> Findings:
+    """SuperOffload needs stage 3, and runs without overlap if gradients are clipped.
+
+    Remove ``super_offload``, or set ``gradient_clipping`` to 0 if training is stable without
+    clipping.
+    """
+    stage = case.plan.stage
+    if not _super_offloads(case.plan) or not isinstance(stage, int):
+        return
+    if stage != 3:
+        yield this.finding(
+            _SUPER_OFFLOAD,
+            True,
+            reason=f"SuperOffload needs stage 3; DeepSpeed ignores it at stage {stage}",
+            edits=({STAGE: 3}, REMOVAL),
+        )
+    elif clips(case):
+        yield this.finding(
+            _SUPER_OFFLOAD,
+            True,
+            reason="SuperOffload overlaps CPU updates with the backward pass only without gradient "
+            "clipping; with clipping, sub-groups are updated one by one after the backward pass",
+            edits=(REMOVAL, {CLIPPING: 0}),
+        )
+
+
+def _super_offloads(plan: Settings) -> bool:
+    section = offload_section(plan, "optimizer")
+    return section is not None and active(section) and section.extra.get("super_offload") is True
+
+
 # -- Rules on NVMe.
+
+_LARGE_POOL: Final = 4 * 1024**3
+"""Minimum bytes of pinned swap buffers for a warning."""
+
 
 _BUFFER_COUNT: Final = "zero_optimization.offload_optimizer.buffer_count"
 
@@ -133,6 +180,35 @@ def nvme_pipeline_buffers(case: Case, this: Rule) -> Findings:
     need = optimizer_buffers(section)
     if OPTIMIZER_BUFFERS <= written < need:
         yield this.finding(_BUFFER_COUNT, written, need=need, edits=writes(need, AUTO))
+
+
+@rule(
+    "nvme-sub-group-size",
+    "warning",
+    reason="the swap pool has {buffers} buffers, each as large as the largest sub-group in fp32, "
+    "and uses {pool} of host memory on each rank",
+    edits=writes(SUB_GROUP_NVME, AUTO),
+    when=swaps_optimizer,
+)
+def nvme_sub_group_size(case: Case, this: Rule) -> Findings:
+    """NVMe swap buffers use host memory: 4 bytes x buffers x elements of the largest sub-group.
+
+    With DeepSpeed's default of 1e9 elements and four buffers, a model of 1e9 parameters needs 15
+    GiB.
+    """
+    plan, model = case.plan, case.context.model
+    zero, section = plan.zero_optimization, offload_section(plan, "optimizer")
+    if zero is None or section is None:
+        return
+    size = integer(zero.sub_group_size)
+    if size is None:
+        return
+    buffers = integer(section.buffer_count) or optimizer_buffers(section)
+    largest = largest_sub_group(model, max(1, case.context.world_size), size) if model else size
+    pool = buffers * largest * 4
+    if pool >= _LARGE_POOL:
+        key = "zero_optimization.sub_group_size"
+        yield this.finding(key, size, buffers=buffers, pool=format_size(pool))
 
 
 @rule(

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import attrs
 
-from zerotune._util.text import as_number
+from zerotune._util.text import as_number, format_size
 from zerotune.errors import (
     REMOVAL,
     writes,
@@ -17,11 +17,16 @@ from zerotune.errors import (
 from zerotune.plan import keys as known_keys
 from zerotune.plan.accelerate import device_list
 from zerotune.plan.resolve.case import Case
+from zerotune.plan.resolve.sizes import (
+    REDUCE_BUCKET,
+)
 from zerotune.plan.rules.rule import (
     ZERO_PATH,
     Findings,
     Rule,
+    active,
     integer,
+    offload_section,
     rule,
 )
 from zerotune.plan.schema import faults, passed_schema
@@ -95,6 +100,16 @@ def hpz_partition_size(case: Case, this: Rule) -> Findings:
         divisor = next(each for each in range(size, 0, -1) if ranks % each == 0)
         words = {"size": size, "world_size": ranks, "divisor": divisor}
         yield this.finding(key, size, edits=writes(divisor), **words)
+
+
+_LARGE_BUCKET: Final = 512 * 1024**2
+"""Minimum bytes of reduce buckets for a note; ``"auto"`` uses a tenth."""
+
+
+_TWO_BUCKETS: Final = {
+    True: ", because overlap_comm needs two buckets",
+    False: ", because zerotune turns overlap_comm on for offload, which needs two buckets",
+}
 
 
 @rule(
@@ -225,3 +240,35 @@ def passed_through(case: Case, this: Rule) -> Findings:
             elif key in keys:
                 for each in faults(value, keys[key], path):
                     yield attrs.evolve(each, rule=this.id)
+
+
+@rule(
+    "large-reduce-bucket",
+    "note",
+    reason="the bucket uses {cost} of device memory{doubled}",
+    edits=writes(REDUCE_BUCKET, AUTO),
+)
+def large_bucket(case: Case, this: Rule) -> Findings:
+    """A reduce bucket uses device memory; below stage 3, ``overlap_comm`` doubles the amount.
+
+    DeepSpeed's default of 5e8 elements uses 0.93 GiB in 16 bits, and 1.86 GiB with ``overlap_comm``
+    at stages 1 and 2. With ``"auto"`` the bucket is as large as the largest tensor.
+    """
+    plan, zero = case.plan, case.plan.zero_optimization
+    size = integer(zero.reduce_bucket_size) if zero else None
+    if zero is None or size is None or plan.stage not in (1, 2, 3):
+        return
+    offloads = active(offload_section(plan, "optimizer"))
+    if zero.contiguous_gradients is False and not offloads:
+        return
+    # As resolution chooses if overlap_comm is not set.
+    overlaps = zero.overlap_comm is True or (zero.overlap_comm is not False and offloads)
+    buckets = 2 if overlaps and plan.stage != 3 else 1
+    cost = buckets * size * (4 if plan.precision == "fp32" else 2)
+    if cost >= _LARGE_BUCKET:
+        yield this.finding(
+            "zero_optimization.reduce_bucket_size",
+            size,
+            cost=format_size(cost),
+            doubled=_TWO_BUCKETS[zero.overlap_comm is True] if buckets == 2 else "",
+        )
