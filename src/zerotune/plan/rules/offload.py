@@ -11,7 +11,7 @@ from zerotune.errors import (
     writes,
 )
 from zerotune.plan.optimizer.names import entry_of
-from zerotune.plan.resolve.batch import CLIPPING
+from zerotune.plan.resolve.batch import CLIPPING, clipping
 from zerotune.plan.resolve.case import Case
 from zerotune.plan.resolve.sizes import (
     OPTIMIZER_BUFFERS,
@@ -27,7 +27,6 @@ from zerotune.plan.rules.rule import (
     Findings,
     Rule,
     active,
-    clips,
     integer,
     offload_section,
     rule,
@@ -97,7 +96,7 @@ def super_offload(case: Case, this: Rule) -> Findings:
             reason=f"SuperOffload needs stage 3; DeepSpeed ignores it at stage {stage}",
             edits=({STAGE: 3}, REMOVAL),
         )
-    elif clips(case):
+    elif clipping(case.plan, case.context.run).norm != 0:
         yield this.finding(
             _SUPER_OFFLOAD,
             True,
