@@ -97,21 +97,11 @@ def test_a_file_without_the_distributed_type_is_read_with_a_warning(read):
     assert found.after == plan.launch.distributed_type == "DEEPSPEED"
 
 
-@pytest.mark.parametrize("block", ["{}", "{zero_stage: 3, offload_param_device: cpu}"])
-@pytest.mark.parametrize("written", ["MULTI_GPU", "'NO'", "NO", "FSDP"])
-def test_a_block_that_accelerate_ignores_means_no_deepspeed(read, written, block, cuda):
-    plan = read(
-        f"{{distributed_type: {written}, deepspeed_config: {block}, mixed_precision: bf16}}"
-    )
-    assert plan.to_deepspeed() == {}
-    assert (plan.stage, plan.precision) == (0, "bf16")
-    (found,) = plan.decisions
-    assert (found.key, found.severity) == ("deepspeed_config", "warning")
-    assert f"distributed_type is {written.strip(chr(39))}" in found.reason
-    assert plan.resolve(platform=cuda, deepspeed=False).uses_deepspeed is False
-    again = read(plan.to_yaml())
-    assert again == plan
-    assert again.launch.distributed_type == written.strip("'")
+@pytest.mark.parametrize("written", ["MULTI_GPU", "'NO'", "NO", "FSDP", "null"])
+def test_a_block_that_accelerate_ignores_is_refused(read, written):
+    with pytest.raises(InvalidValueError, match="without DeepSpeed") as caught:
+        read(f"{{distributed_type: {written}, deepspeed_config: {{zero_stage: 3}}}}")
+    assert caught.value.key == "distributed_type"
 
 
 @pytest.mark.parametrize(
@@ -388,9 +378,3 @@ def test_a_key_of_zero_optimization_in_the_block_is_refused_with_its_place(read)
     with pytest.raises(UnknownKeyError, match="accelerate silently discards") as caught:
         read(text)
     assert caught.value.key == "deepspeed_config.overlap_comm"
-
-
-def test_a_distributed_type_of_null_starts_no_deepspeed_as_in_accelerate(read):
-    plan = read("distributed_type: null\ndeepspeed_config: {zero_stage: 2}\n")
-    assert plan.zero_optimization is None
-    assert any("accelerate ignores the block" in each.reason for each in plan.decisions)

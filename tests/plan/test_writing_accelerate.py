@@ -10,7 +10,6 @@ import yaml
 
 from zerotune.errors import InvalidValueError
 from zerotune.plan import DeepSpeedPlan, plan_document
-from zerotune.plan.accelerate import OF_THE_SCRIPT
 from zerotune.plan.sections import LaunchSection
 
 # Print what `accelerate launch` sets for a configuration file, and the configuration the script
@@ -79,58 +78,6 @@ def reread(document, tmp_path):
     return DeepSpeedPlan.from_yaml(file)
 
 
-def test_reference_c_is_written_with_accelerates_own_keys(reference_c, tmp_path):
-    (tmp_path / "c.yaml").write_text(reference_c)
-    plan = DeepSpeedPlan.from_yaml(tmp_path / "c.yaml")
-    document = plan_document(plan, "accelerate")
-    assert yaml.safe_load(document.text) == yaml.safe_load(reference_c)
-    assert document.decisions == ()
-    assert reread(document, tmp_path) == plan
-
-
-def test_settings_with_an_accelerate_key_are_written_with_it(tmp_path):
-    config = {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": 0.7,
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": {"device": "none"},
-            "offload_optimizer": {"device": "cpu"},
-            "stage3_gather_16bit_weights_on_model_save": True,
-        },
-    }
-    launch = {
-        "mixed_precision": "no",
-        "zero3_init_flag": False,
-        "deepspeed_moe_layer_cls_names": "Block",
-        "num_machines": 2,
-        "deepspeed_hostfile": "hosts",
-        "gpu_ids": "0,1",
-    }
-    plan, document = written(config, launch)
-    assert yaml.safe_load(document.text) == {
-        "distributed_type": "DEEPSPEED",
-        "mixed_precision": "no",
-        "num_machines": 2,
-        "gpu_ids": "0,1",
-        "deepspeed_config": {
-            "zero_stage": 3,
-            "offload_optimizer_device": "cpu",
-            "offload_param_device": "none",
-            "gradient_accumulation_steps": 2,
-            "gradient_clipping": 0.7,
-            "zero3_save_16bit_model": True,
-            "zero3_init_flag": False,
-            "deepspeed_moe_layer_cls_names": "Block",
-            "deepspeed_hostfile": "hosts",
-        },
-    }
-    assert document.decisions == ()
-    assert reread(document, tmp_path) == plan
-
-
 @pytest.mark.parametrize(
     "config",
     [
@@ -147,7 +94,7 @@ def test_settings_with_an_accelerate_key_are_written_with_it(tmp_path):
         FULL,
     ],
 )
-def test_settings_without_an_accelerate_key_are_written_as_a_whole_configuration(config, tmp_path):
+def test_a_configuration_is_written_whole(config, tmp_path):
     plan, document = written(config)
     block = yaml.safe_load(document.text)["deepspeed_config"]
     assert list(block) == ["deepspeed_config_file"]
@@ -155,24 +102,6 @@ def test_settings_without_an_accelerate_key_are_written_as_a_whole_configuration
     assert held == {"zero_optimization": {}, **config}
     assert document.decisions == ()
     assert reread(document, tmp_path) == plan
-
-
-def test_auto_settings_of_the_script_are_left_out_of_the_block(tmp_path):
-    plan, document = written(
-        {**dict.fromkeys(OF_THE_SCRIPT, "auto"), "zero_optimization": {"stage": 2}}
-    )
-    assert yaml.safe_load(document.text)["deepspeed_config"] == {"zero_stage": 2}
-    assert document.decisions == ()
-    assert reread(document, tmp_path) == plan
-
-
-def test_unset_settings_are_reported_as_left_to_the_script(tmp_path, cuda):
-    plan, document = written({"zero_optimization": {"stage": 2}, "gradient_clipping": 0.5})
-    (told,) = document.decisions
-    assert (told.key, told.before, told.after) == ("train_batch_size", None, "auto")
-    assert "train_micro_batch_size_per_gpu, gradient_accumulation_steps" in told.reason
-    again = reread(document, tmp_path).resolve(platform=cuda)
-    assert again.to_deepspeed() == plan.resolve(platform=cuda).to_deepspeed()
 
 
 def test_a_configuration_for_several_machines_has_no_characters_that_shells_drop(tmp_path):
@@ -200,7 +129,7 @@ def test_a_configuration_for_several_machines_has_no_characters_that_shells_drop
         ({}, "fp8", {}, "warning"),
     ],
 )
-def test_a_launcher_precision_moves_into_the_whole_configuration(
+def test_a_launcher_precision_moves_into_the_configuration(
     config, precision, becomes, severity, tmp_path
 ):
     big = {"zero_optimization": {"stage": 2}, "train_batch_size": 8}
@@ -222,13 +151,14 @@ def test_an_auto_precision_is_still_auto_when_zerotune_reads_the_file(tmp_path):
     assert [d.key for d in document.decisions] == ["launch.mixed_precision"]
 
 
-def test_trainer_settings_beside_the_configuration_are_written_into_the_block():
+def test_trainer_settings_beside_the_configuration_are_written_into_it():
     launch = {"gradient_accumulation_steps": 4, "gradient_clipping": 0.5}
     batch = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu"), "auto")
     config = {**batch, "zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}
     _, document = written(config, launch)
     block = yaml.safe_load(document.text)["deepspeed_config"]
-    assert block == {"zero_stage": 2, "gradient_accumulation_steps": 4, "gradient_clipping": 1.0}
+    held = json.loads(block["deepspeed_config_file"])
+    assert held == {**config, "gradient_accumulation_steps": 4}
     assert [(d.key, d.before, d.after) for d in document.decisions] == [
         ("launch.gradient_accumulation_steps", 4, 4),
         ("launch.gradient_clipping", 0.5, None),
@@ -253,54 +183,34 @@ def test_changes_for_accelerate_are_logged(caplog):
     assert "launch.mixed_precision: 'fp8' -> unset" in caplog.text
 
 
-SMALL = {
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": 2,
-    "gradient_clipping": 0.7,
-    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
-}
-BY_HAND = (
-    "{distributed_type: DEEPSPEED, num_processes: 1, deepspeed_config: {zero_stage: 3,"
-    " gradient_clipping: 0, offload_param_device: nvme, offload_param_nvme_path: /mnt/a}}"
-)
-
-
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
-    """Run the real accelerate on both written forms, and on one written by hand."""
+    """Run the real accelerate on a written file."""
     if not all(importlib.util.find_spec(name) for name in ("accelerate", "deepspeed")):
         pytest.skip("needs accelerate and deepspeed")
-    folder = tmp_path_factory.mktemp("accelerate")
+    file = tmp_path_factory.mktemp("accelerate") / "plan.yaml"
     launch = {"num_processes": 1, "mixed_precision": "bf16"}
-    plans = [with_launch(DeepSpeedPlan.from_dict(each), launch) for each in (SMALL, FULL)]
-    files = [plan.save(folder / f"{n}.yaml").paths[0] for n, plan in enumerate(plans)]
-    (folder / "hand.yaml").write_text(BY_HAND)
-    return plans, accelerate(*files, folder / "hand.yaml")
+    with_launch(DeepSpeedPlan.from_dict(FULL), launch).save(file)
+    return accelerate(file)
 
 
 def test_accelerate_loads_the_written_file(launched):
-    _, ((_, of_block), (_, of_whole), _) = launched
-    assert of_block["zero_optimization"]["stage"] == 3
-    assert of_block["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
-    assert of_block["gradient_accumulation_steps"] == 2
-    assert of_block["gradient_clipping"] == 0.7
-    assert of_block["bf16"] == {"enabled": True}
-    assert of_whole == {**FULL, "fp16": {"enabled": False}}
+    ((_, config),) = launched
+    assert config == {**FULL, "fp16": {"enabled": False}}
 
 
-def test_accelerate_would_lose_the_settings_that_are_never_written_as_keys(launched):
-    _, (_, _, (sent, config)) = launched
-    assert not [name for name in sent if "NVME_PATH" in name]
-    assert config["zero_optimization"]["offload_param"]["nvme_path"] == "none"
-    assert "gradient_clipping" not in config
-
-
-def test_a_block_only_setting_is_reported_when_training_without_deepspeed():
-    settings = {"distributed_type": "NO", "deepspeed_hostfile": None, "deepspeed_config": {}}
-    plan = DeepSpeedPlan.from_accelerate(settings)
-    document = plan_document(plan, "accelerate", lossy=["deepspeed_hostfile"])
-    assert "deepspeed_hostfile" not in document.text
-    assert [(each.key, each.before) for each in document.decisions] == [
-        ("launch.deepspeed_hostfile", None)
-    ]
+def test_launch_settings_are_written_where_accelerate_reads_them(tmp_path):
+    launch = {
+        "zero3_init_flag": False,
+        "deepspeed_moe_layer_cls_names": "Block",
+        "num_machines": 2,
+        "deepspeed_hostfile": "hosts",
+        "gpu_ids": "0,1",
+    }
+    plan, document = written({"zero_optimization": {"stage": 3}}, launch)
+    content = yaml.safe_load(document.text)
+    block = content.pop("deepspeed_config")
+    assert content == {"distributed_type": "DEEPSPEED", "num_machines": 2, "gpu_ids": "0,1"}
+    assert block.keys() - launch.keys() == {"deepspeed_config_file"}
+    assert document.decisions == ()
+    assert reread(document, tmp_path) == plan

@@ -16,7 +16,6 @@ import attrs
 from zerotune.decisions import Log
 from zerotune.errors import (
     REMOVAL,
-    UNSET,
     InvalidValueError,
     PlanConflictError,
     UnknownKeyError,
@@ -98,11 +97,12 @@ def translate(
         folder: Folder in which a relative ``deepspeed_config_file`` is looked up first.
     """
     block, written = content.get(BLOCK), content.get("distributed_type")
-    if block is None and isinstance(written, str) and written.upper() != "DEEPSPEED":
+    off = written in (None, False) and "distributed_type" in content  # YAML reads NO as false
+    if off or (isinstance(written, str) and written.upper() != "DEEPSPEED"):
         raise InvalidValueError(
             f"{source} configures training without DeepSpeed",
             "choose DeepSpeed in `accelerate config`"
-            + ("; zero_stage 3 shards like FULL_SHARD" if written.upper() == "FSDP" else ""),
+            + ("; zero_stage 3 shards like FULL_SHARD" if str(written).upper() == "FSDP" else ""),
             "distributed_type",
             written,
         )
@@ -130,13 +130,9 @@ class _Translation:
     log: Log
 
     def translated(self) -> Translated:
-        unused = self._is_unused()
-        if not unused:
-            self.log.names.update(self._names())
+        self.log.names.update(self._names())
         self.around = _launchable(self.around, self.log)
         self.block = _launchable(self.block, self.log)
-        if unused:
-            return self._unused()
         launched, config, source, folder = self._split()
         self.around = self._known()
         self.log.attempt(self._use_deepspeed)
@@ -167,29 +163,6 @@ class _Translation:
         if "zero_optimization" in own:
             names = {path: name for path, name in names.items() if not path.startswith("zero_")}
         return {**names, **own}
-
-    def _is_unused(self) -> bool:
-        """Whether accelerate does not start DeepSpeed, and therefore ignores the block."""
-        written = self.around.get("distributed_type", UNSET)
-        if isinstance(written, str):
-            return written.upper() != "DEEPSPEED"
-        return written is False or written is None  # YAML reads NO as false
-
-    def _unused(self) -> Translated:
-        """Return the settings without the block, for training without DeepSpeed."""
-        written = self.around["distributed_type"] or "NO"
-        self.log.decide(
-            BLOCK,
-            dict(self.block),
-            "stage 0",
-            f"distributed_type is {written}, so accelerate ignores the block; "
-            f"{WITHOUT_DEEPSPEED}. Set distributed_type: DEEPSPEED to use the block",
-            "warning",
-        )
-        self.around["distributed_type"] = written
-        return Translated(
-            config={}, launch=read_launch(self._known(), self.log), source=self.source, folder=None
-        )
 
     def _default_stage(self, zero: dict[str, Any]) -> None:
         if "stage" not in zero:

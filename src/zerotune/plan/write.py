@@ -11,17 +11,16 @@ from typing import Any, Final
 import attrs
 
 from zerotune._util.files import sync, write_atomically
-from zerotune._util.text import as_texts, is_integer, is_number
+from zerotune._util.text import as_texts, is_integer
 from zerotune.decisions import Decision, Log
 from zerotune.errors import UNSET, InvalidValueError, PlanFileError, PlanSyntaxError
-from zerotune.plan.accelerate import BLOCK, OF_THE_SCRIPT, device_list
-from zerotune.plan.keys import PLACES
+from zerotune.plan.accelerate import BLOCK, device_list
 from zerotune.plan.launch_settings import FILE, INIT_FLAG, STEPS, launch_setting
 from zerotune.plan.section import put_setting, read_section, value_at
 from zerotune.plan.sections import FP16_BESIDE, PRECISIONS, LaunchSection
 from zerotune.plan.settings import Settings, SettingsT, passed_paths
 from zerotune.plan.source import parse_json, read_text, refuse_long_yaml, wrapper_of
-from zerotune.plan.values import AUTO, as_tuple, copied
+from zerotune.plan.values import AUTO, as_tuple
 
 # -- Atomic writing of files.
 
@@ -188,7 +187,6 @@ def format_of(path: Path) -> str:
 # -- Settings that a format does not support.
 
 
-_OPEN: Final = [(key, AUTO) for key in OF_THE_SCRIPT]
 _PRECISION_SECTIONS: Final[Mapping[str, dict[str, Any]]] = {
     "bf16": {},
     "fp16": FP16_BESIDE.to_dict(),
@@ -352,74 +350,25 @@ class _Writer(Log):
     def accelerate(self) -> PlanDocument:
         """Return a YAML file for ``accelerate launch --config_file``.
 
-        A plan is written in accelerate's keys if it has only a stage, CPU offload, accumulation,
-        clipping above 0, and saving of 16-bit weights. A plan with NVMe folders is written as JSON
-        text under ``deepspeed_config_file``, because ``accelerate launch`` does not pass such
-        folders on.
+        It contains the configuration as JSON text, which accelerate accepts in place of a file's
+        path, because accelerate's own keys say few settings, and its launcher loses some of them.
         """
         self._settle_inside("accelerate")
-        written = self.launched.get("distributed_type")
-        # The plan comes from a file that does not train with DeepSpeed.
-        other = written is not None and written.upper() != "DEEPSPEED" and not self.config
-        without = written if other else None
-        block = {} if without else self._as_block()
+        self._settle_precision(f"accelerate rejects mixed_precision together with a {FILE}")
+        block = {FILE: self._config_text()}
+        refuse_long_yaml(block[FILE], key=f"{BLOCK}.{FILE}")
+        content: dict[str, Any] = {"distributed_type": "DEEPSPEED"}
         refused: dict[str, Any] = {}
-        content: dict[str, Any] = {"distributed_type": without or "DEEPSPEED"}
-        if block is None:
-            self._settle_precision(f"accelerate rejects mixed_precision together with a {FILE}")
-            block = {FILE: self._config_text()}
-            refuse_long_yaml(block[FILE], key=f"{BLOCK}.{FILE}")
-            if "mixed_precision" in self.launched:
-                refused["mixed_precision"] = self.launched.pop("mixed_precision")
-        elif block:
-            open_keys = [key for key in OF_THE_SCRIPT if key not in self.config]
-            if open_keys:
-                reason = "accelerate takes missing keys from the script"
-                reason = f"{reason}: {', '.join(open_keys)}"
-                self.decide(open_keys[0], None, AUTO, reason)
         for key, value in self.launched.items():
             row = launch_setting(key)
-            if row.is_origin:
-                continue
-            if row.place == "block" and not without:  # else accelerate ignores the block
-                block[key] = value
-            elif row.place == "top":
-                content[key] = "no" if (key, value) == ("mixed_precision", "fp32") else value
-            else:
+            place = {"block": block, "top": content}.get(row.place or "", refused)
+            if key == "mixed_precision":
                 refused[key] = value
+            elif not row.is_origin:
+                place[key] = value
         self._drop(refused, "accelerate rejects it there")
         content[BLOCK] = block
         return PlanDocument(format="accelerate", text=_yaml(content), decisions=self.decisions)
-
-    def _as_block(self) -> dict[str, Any] | None:
-        """Return the plan in accelerate's keys, or ``None`` if these keys are not sufficient."""
-        left = copied(self.config)
-        written = {key: put_setting(left, path, None) for key, path in PLACES.items()}
-        steps, clipping = written[STEPS], written["gradient_clipping"]
-        # If accumulation is not set, a configuration means 1, but a block the script's value.
-        one_step = steps is None and "train_micro_batch_size_per_gpu" in left
-        # accelerate reads missing keys as "auto", so "auto" is not written.
-        block = {
-            key: value
-            for key, value in written.items()
-            if value is not None and not (key in OF_THE_SCRIPT and value == AUTO)
-        }
-        left = {key: value for key, value in left.items() if (key, value) not in _OPEN}
-        zero = left.pop("zero_optimization", {})
-        devices = [value for key, value in block.items() if key.endswith("_device")]
-        sayable = (
-            not one_step
-            and not left
-            and all(rest == {} and f"{part}_device" in block for part, rest in zero.items())
-            and is_integer(block.get("zero_stage"))
-            and (steps in (None, AUTO) or is_integer(steps))
-            # Clipping of 0 would be lost: accelerate drops it, and DeepSpeed clips by default.
-            and (clipping in (None, AUTO) or (is_number(clipping) and clipping > 0))
-            and block.get("zero3_save_16bit_model") in (None, True, False)
-            and all(device in ("none", "cpu") for device in devices)
-            and not any(key.endswith("_path") for key in block)
-        )
-        return block if sayable else None
 
     def _config_text(self) -> str:
         # accelerate fails without this section; for DeepSpeed an empty section is like none.
