@@ -607,54 +607,6 @@ def has_several_references(source: Any) -> bool:
     return not companions_of(source).isdisjoint(REFERENCES[1:])
 
 
-class RepeatedSource:
-    """A source whose images are used several times per epoch; each use may be flipped differently.
-
-    Args:
-        source: Source to repeat.
-        times: Number of uses of each image per epoch.
-    """
-
-    def __init__(self, source: ImageSource, *, times: int) -> None:
-        self._source, self._times = source, whole(times, key="times", fix="write 1")
-
-    def __len__(self) -> int:
-        return len(self._source) * self._times
-
-    def __getattr__(self, name: str) -> Any:
-        # Decisions and lists of broken files are those of the inner source.
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._source, name)
-
-    def item(self, index: int) -> ImageItem:
-        """Return the name, size and caption of an image."""
-        return self._source.item(index % len(self._source))
-
-    def image(self, index: int) -> Image:
-        """Return an upright image."""
-        return self._source.image(index % len(self._source))
-
-    def companion(self, index: int, kind: str) -> Image | None:
-        """Return the mask or a reference of an image."""
-        source: Any = self._source
-        return source.companion(index % len(source), kind)  # type: ignore[no-any-return]
-
-    def frames(self, index: int, numbers: Sequence[int]) -> list[Image]:
-        """Return frames of a clip; the source must contain clips.
-
-        Args:
-            index: Index of the clip.
-            numbers: Indices of the frames.
-        """
-        source: Any = self._source
-        return source.frames(index % len(source), numbers)  # type: ignore[no-any-return]
-
-    def content(self, index: int) -> str:
-        """Return a hash of the stored image."""
-        return self._source.content(index % len(self._source))
-
-
 class JoinedSources:
     """A concatenation of sources; to give a source more weight, use ``RepeatedSource``.
 
@@ -668,7 +620,7 @@ class JoinedSources:
     def __init__(self, sources: Sequence[ImageSource]) -> None:
         if not sources:
             raise DataError("is empty", "pass at least one", "sources", 0)
-        self._sources = tuple(sources)
+        self._sources = self._reporting = tuple(sources)
         self._ends = list(itertools.accumulate(map(len, sources)))
         beside = [companions_of(source) for source in sources]
         self.companions = frozenset[str]().union(*beside)
@@ -684,12 +636,12 @@ class JoinedSources:
     @property
     def broken(self) -> tuple[BrokenImage, ...]:
         """Skipped images of all sources."""
-        return sum((tuple(getattr(s, "broken", ())) for s in self._sources), ())
+        return sum((tuple(getattr(s, "broken", ())) for s in self._reporting), ())
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
         """Decisions of all sources."""
-        return sum((tuple(getattr(s, "decisions", ())) for s in self._sources), ())
+        return sum((tuple(getattr(s, "decisions", ())) for s in self._reporting), ())
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -735,3 +687,21 @@ class JoinedSources:
         """Return a hash of the stored image."""
         _, source, inner = self._find(index)
         return source.content(inner)
+
+
+class RepeatedSource(JoinedSources):
+    """A source whose images are used several times per epoch; each use may be flipped differently.
+
+    Args:
+        source: Source to repeat.
+        times: Number of uses of each image per epoch.
+    """
+
+    def __init__(self, source: ImageSource, *, times: int) -> None:
+        super().__init__([source] * whole(times, key="times", fix="write 1"))
+        self._reporting = (source,)
+
+    def item(self, index: int) -> ImageItem:
+        """Return the name, size and caption of an image."""
+        _, source, inner = self._find(index)
+        return source.item(inner)
