@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import diffusers
-import numpy as np
 import pytest
 import torch
 from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
@@ -14,9 +13,7 @@ from PIL import Image
 
 from tests.diffusion.families.training import example
 from tests.support import declared_pipelines, pipelines
-from zerotune.diffusion import encode_dataset, sample
-from zerotune.diffusion.data import AspectBuckets, Augmentation, ImageFolder, PreparedImages
-from zerotune.diffusion.data.order import Draw
+from zerotune.diffusion import sample
 
 pytestmark = pytest.mark.nightly
 
@@ -197,29 +194,3 @@ def test_a_new_controlnet_changes_no_prediction(folders):
     again, _ = controlled(folders["sd3"], base_dtype="fp32")
     pairs = zip(model.parameters(), again.parameters(), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs), "equal on every rank"
-
-
-@pytest.mark.parametrize("name", ["sdxl", "sd3"])
-def test_cached_conditions_equal_those_of_images(folders, tmp_path, name):
-    photos, edges = tmp_path / "photos", tmp_path / "edges"
-    photos.mkdir()
-    edges.mkdir()
-    shades = np.random.default_rng(0).integers(0, 255, (4, 20, 28, 3), dtype=np.uint8)
-    for number in (0, 1):
-        Image.fromarray(shades[number]).save(photos / f"{number}.png")
-        Image.fromarray(shades[2 + number]).save(edges / f"{number}.webp", lossless=True)
-    images = PreparedImages(
-        ImageFolder(photos, reference_folder=edges),
-        buckets=AspectBuckets(area=16 * 16, step=8),
-        augmentation=Augmentation(flip=0.5),
-    )
-    family = controlled(folders[name], base_dtype="fp32", frozen_dtype="fp32")[1].family
-    cached = encode_dataset(images, family=family, folder=tmp_path / "cache", progress=False)
-    for use in (Draw(index=n, epoch=epoch) for n in (0, 1) for epoch in range(3)):
-        seen = []
-        for data in (images, cached):
-            one = {k: v[None] for k, v in data[use].items() if isinstance(v, torch.Tensor)}
-            one["captions"] = [""]
-            seen.append(family.conditioning(one, torch.Generator())["reference_latents"])
-        torch.testing.assert_close(*seen, rtol=0, atol=0 if name == "sdxl" else 1e-5)
-    assert seen[0].std() > 0.1

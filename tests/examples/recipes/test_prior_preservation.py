@@ -14,8 +14,6 @@ from zerotune.diffusion import (
     DenoisingObjective,
     ImageTensors,
 )
-from zerotune.diffusion.data.streams import RepeatedBatches
-from zerotune.errors import DataError, InvalidValueError
 
 pytestmark = pytest.mark.nightly
 
@@ -58,18 +56,3 @@ def test_unequal_shares_still_sum_two_means(instances, priors):
     weighted = (losses * batch["loss_weights"]).mean()
     expected = losses[:instances].mean() + 2.0 * losses[instances:].mean()
     torch.testing.assert_close(weighted, expected)
-
-
-def test_incompatible_streams_are_data_errors():
-    def repeated(**batch):
-        return RepeatedBatches([batch])
-
-    images = torch.zeros(2, 1, 8, 8)
-    one = repeated(images=images)
-    with pytest.raises(DataError, match="same keys") as caught:
-        next(PriorPreservation(instances=one, priors=repeated(latents=images)))
-    assert caught.value.value == ["images", "latents"]
-    with pytest.raises(DataError, match="same size"):
-        next(PriorPreservation(instances=one, priors=repeated(images=torch.zeros(2, 1, 4, 8))))
-    with pytest.raises(InvalidValueError, match="weight"):
-        PriorPreservation(instances=one, priors=one, weight=-1.0)

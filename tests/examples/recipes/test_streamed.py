@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import io
 from collections import Counter
 
@@ -101,28 +100,3 @@ def test_other_samples_and_empty_sources_are_refused(samples):
             take([stream(source)], 60)
     with pytest.raises(DataError, match=r"no readable image.*read="):
         next(stream([(b"x", ""), (b"y", "")]))
-
-
-def test_hugging_face_streams_resume(samples):
-    datasets = pytest.importorskip("datasets")
-    rows = {
-        "image": [{"bytes": data, "path": None} for data, _ in samples],
-        "text": [caption for _, caption in samples],
-    }
-    features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
-    dataset = datasets.Dataset.from_dict(rows, features=features)
-    streaming = dataset.to_iterable_dataset(num_shards=4).shuffle(seed=5, buffer_size=8)
-    streaming = streaming.cast_column("image", datasets.Image(decode=False))
-
-    def opened():
-        return stream(streaming, read=lambda row: (row["image"]["bytes"], row["text"]))
-
-    first, again = opened(), opened()
-    before = take([first], 15)
-    uses = Counter(caption for batch in before for caption in batch)
-    assert max(uses.values()) == 1
-    again.load_state_dict(first.state_dict())
-    assert take([again], 15) == take([first], 15)
-    # Generators keep their read-ahead threads until they are collected.
-    del first, again
-    gc.collect()

@@ -10,7 +10,6 @@ from PIL import Image
 
 from tests.support import declared_pipelines
 from zerotune.diffusion import load_pretrained, sample
-from zerotune.errors import DataError
 
 pytestmark = pytest.mark.nightly
 
@@ -129,15 +128,3 @@ def test_clips_equal_those_of_plain_diffusers(made, name):
         wanted = wanted.transpose(0, 1) * 2 - 1
         torch.testing.assert_close(ours[row].clamp(-1, 1), wanted, rtol=0, atol=1e-4)
     loaded.model.train()
-
-
-def test_each_expert_has_its_range_and_mismatched_sizes_are_refused(made):
-    folder, loaded = made("wan22_i2v")
-    low = load_pretrained(folder, family=FAMILIES["wan-low-noise"], parts=False)
-    assert low.objective().timestep_range == (0.0, 0.9)
-    assert loaded.objective().timestep_range == (0.9, 1.0)
-    with pytest.raises(DataError, match="must have the size of the clips"):
-        sample(
-            loaded.model, family=loaded.family, prompts=["a"], size=(32, 32), frames=5,
-            references=clips()[:1, :, 0],
-        )  # fmt: skip
