@@ -26,13 +26,11 @@ import zerotune
 from tests.backend.acts import (
     ACTS,
     BACKWARD,
-    FORWARD,
     PENDING,
     STEP,
     Act,
     Kind,
     Net,
-    Oops,
 )
 from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.runs import build
@@ -63,19 +61,12 @@ ORACLE = Mode(name="oracle", ema=True, is_oracle=True)
 MODES = {mode.name: mode for mode in (Mode(name="default"), Mode(name="average", ema=True))}
 
 
-def modes_of(act: Act) -> tuple[str, ...]:
-    """Return the modes in which the act does something."""
-    return tuple(name for name in MODES if MODES[name].ema or not act.needs_ema)
-
-
 @attrs.frozen(kw_only=True)
 class Played:
     """Result of a run."""
 
     losses: list[float]
     seen: list[Any]
-    averaged: list[Any]
-    """Values looked at that depend on the EMA."""
     states: list[State]
     """The oracle's state before each step and at the end; other runs only have the last."""
     ema: State
@@ -93,9 +84,8 @@ class Context:
     def __init__(self, kind: Kind, mode: Mode) -> None:
         self.kind, self._mode = kind, mode
         self.step = self.times = 0
-        self.moment = FORWARD
+        self.moment = BACKWARD
         self.seen: list[Any] = []
-        self.averaged: list[Any] = []
         self.kept: dict[str, Any] = {}
         self.resources = ExitStack()
         """Closed before the engine is."""
@@ -111,10 +101,6 @@ class Context:
         self.engine = begin(self.kind, self._mode, model)
         self.ema = EMAShadow(decay=0.9).attach(self.engine) if self._mode.ema else None
 
-    def another(self, model: torch.nn.Module, kind: Kind | None = None) -> Any:
-        """Build one more engine, of the same kind unless another is given."""
-        return begin(kind or self.kind, self._mode, model)
-
     def batch(self, step: int) -> torch.Tensor:
         """Return the images of a step in the engine's dtype."""
         generator = torch.Generator().manual_seed(17 * step + self.engine.group.rank)
@@ -126,11 +112,11 @@ class Context:
         x = self.batch(self.step)
         return (self.predict(self.engine, x).float() - x.float().roll(1, 1)).square().mean()
 
-    def look(self, value: Any, *, averaged: bool = False) -> None:
-        """Record a value for comparison; ``averaged`` if it exists only with an EMA."""
+    def look(self, value: Any) -> None:
+        """Record a value for comparison."""
         if isinstance(value, torch.Tensor):
             value = (str(value.dtype), tuple(value.shape), value.detach().double().sum().item())
-        (self.averaged if averaged else self.seen).append((self.step, value))
+        self.seen.append((self.step, value))
 
 
 def begin(kind: Kind, mode: Mode, model: torch.nn.Module) -> Any:
@@ -206,7 +192,6 @@ def play(name: str, kind: Kind, mode: Mode, after: int = AFTER) -> Played:
     return Played(
         losses=context.losses,
         seen=context.seen,
-        averaged=context.averaged,
         states=states,
         ema=ema,
         error=None if error is None else described(error),
@@ -223,7 +208,6 @@ def nap_of(act: Act, step: int) -> float:
 def one_step(act: Act, context: Context) -> None:
     """Run one iteration of a user's loop that continues with the next batch after an error."""
     try:
-        do(act, context, FORWARD)
         loss = context.loss()
         context.losses.append(float(loss.detach()))
         context.engine.backward(loss)
@@ -233,7 +217,7 @@ def one_step(act: Act, context: Context) -> None:
         if context.ema is not None:
             context.ema.step()
         do(act, context, STEP)
-    except (Oops, KeyboardInterrupt) as error:
+    except KeyboardInterrupt as error:
         context.look(type(error).__name__)
         context.engine.discard()
 
@@ -251,7 +235,7 @@ def do(act: Act, context: Context, moment: str) -> None:
     context.moment = moment
     try:
         act.do(context.engine, context.engine.module, context)
-    except (Oops, ZeroTuneError):
+    except ZeroTuneError:
         raise
     except Exception as error:
         if any(f.filename.startswith(OURS) for f in traceback.extract_tb(error.__traceback__)):
@@ -319,10 +303,9 @@ def apart(mine: Played, theirs: Played, *, ema: bool) -> str | None:
             return f"loss of step {step}: {one:.7g}, not {other:.7g}"
     if len(mine.losses) != len(theirs.losses):
         return f"{len(mine.losses)} losses, not {len(theirs.losses)}"
-    for one, other in ((mine.seen, theirs.seen), (mine.averaged, theirs.averaged))[: 1 + ema]:
-        if one != other:
-            pairs = zip([*one, "nothing more"], [*other, "nothing more"], strict=False)
-            return "saw {}, not {}".format(*next((a, b) for a, b in pairs if a != b))
+    if mine.seen != theirs.seen:
+        pairs = zip([*mine.seen, "nothing more"], [*theirs.seen, "nothing more"], strict=False)
+        return "saw {}, not {}".format(*next((a, b) for a, b in pairs if a != b))
     if what := differs(mine.states[-1], theirs.states[-1]):
         return f"in the end {what}"
     if ema and (what := differs(mine.ema, theirs.ema)):

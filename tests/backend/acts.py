@@ -7,8 +7,6 @@ a run with the optimizer's own step.
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import signal
 import threading
 import time
@@ -20,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-FORWARD, BACKWARD, PENDING, STEP = "before forward", "after backward", "after step", "after average"
+BACKWARD, PENDING, STEP = "after backward", "after step", "after average"
 
 
 @attrs.frozen(kw_only=True)
@@ -108,8 +106,6 @@ class Act:
     """Kinds of engines to which it can be done."""
     before: Callable[[Any, Any], None] | None
     """Called with model and context before the engine starts."""
-    needs_ema: bool
-    """Without an EMA there is nothing to do."""
     leaves: tuple[str, ...] = ()
     """Weights without a gradient from then on: the host engine leaves them as they are, as torch
     does, and DeepSpeed's own step takes zeros."""
@@ -125,7 +121,6 @@ def act(
     moments: tuple[str, ...] = (STEP,),
     kinds: frozenset[str] = HOSTED,
     before: Callable[[Any, Any], None] | None = None,
-    needs_ema: bool = False,
     leaves: tuple[str, ...] = (),
 ) -> Callable[[Do], Do]:
     """Add a function to the table."""
@@ -133,7 +128,7 @@ def act(
     def enter(do: Do) -> Do:
         assert name not in ACTS
         ACTS[name] = Act(
-            do=do, at=at, moments=moments, kinds=kinds, before=before, needs_ema=needs_ema,
+            do=do, at=at, moments=moments, kinds=kinds, before=before,
             leaves=leaves,
         )  # fmt: skip
         return do
@@ -164,11 +159,6 @@ def _(engine, model, context):
 def _(engine, model, context):
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
-
-
-@act("data of one weight set to another tensor")
-def _(engine, model, context):
-    model.mix.weight.data = model.mix.weight.data * 0.5
 
 
 @act("vector_to_parameters")
@@ -211,12 +201,6 @@ def _(engine, model, context):
 @act("tie two weights", at=(3,), leaves=("twin.weight",))
 def _(engine, model, context):
     model.twin.weight = model.mix.weight
-
-
-@act("replace a layer", at=(3,))
-def _(engine, model, context):
-    torch.manual_seed(5)
-    model.mix = torch.nn.Linear(Net.CHANNELS, Net.CHANNELS).to(engine.dtype)
 
 
 @act("replace a weight by another Parameter", at=(3,))
@@ -271,22 +255,10 @@ def _(engine, model, context):
             parameter.copy_(kept[name])
 
 
-@act("swap in the average", needs_ema=True)
-def _(engine, model, context):
-    with context.ema.swapped_in(), engine.evaluating():
-        context.look(engine(context.batch(99)), averaged=True)
-
-
 @act("load_state_dict with assign", at=(3,))
 def _(engine, model, context):
     kept = {name: value.clone() for name, value in model.state_dict().items()}
     model.load_state_dict(kept, assign=True)
-
-
-@act("no_grad mul_")
-def _(engine, model, context):
-    with torch.no_grad():
-        model.mix.weight.mul_(0.5)
 
 
 @act("no_grad mul_ before the step", moments=(BACKWARD,))
@@ -305,45 +277,7 @@ def _(engine, model, context):
 # -- Gradients.
 
 
-@act("clip gradients by hand", moments=(BACKWARD,))
-def _(engine, model, context):
-    context.look(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-
-
-@act("zero_grad by hand")
-def _(engine, model, context):
-    model.zero_grad()
-
-
-@act("edit the masters")
-def _(engine, model, context):
-    with torch.no_grad(), engine.master_weights.editing() as fragments:
-        for fragment in fragments:
-            fragment.value.mul_(0.99)
-
-
-@act("read the masters")
-def _(engine, model, context):
-    # Sorted, since each engine has its own order.
-    fragments = engine.master_weights.read()
-    context.look(sorted((f.address.key, float(f.value.double().sum())) for f in fragments))
-
-
 # -- Copies.
-
-
-@act("deepcopy")
-def _(engine, model, context):
-    other = copy.deepcopy(model)
-    for value in other.state_dict().values():
-        context.look(value)
-
-
-# Partitioned models refuse state_dict().
-@act("state_dict out")
-def _(engine, model, context):
-    for value in model.state_dict().values():
-        context.look(value)
 
 
 @act("state_dict kept over a step", moments=(BACKWARD, STEP))
@@ -369,15 +303,6 @@ def _(engine, model, context):
         context.kept["view"] = model.twin.weight.data
     else:
         context.kept["view"].mul_(0.5)
-
-
-@act("read everything of a weight")
-def _(engine, model, context):
-    weight = model.twin.weight
-    context.look((str(weight), repr(weight.shape), weight.tolist(), weight[0, 0].item()))
-    context.look(weight.norm())
-    context.look([float(each.float().sum()) for each in weight])
-    context.look(torch._foreach_norm([weight, model.mix.weight])[0])
 
 
 # -- Compiling.
@@ -431,16 +356,6 @@ def _(engine, model, context):
 
 
 # -- Hooks.
-
-
-@act("forward hooks that read weights", at=(2,))
-def _(engine, model, context):
-    def look(module, *_):
-        context.look([float(p.detach().float().sum()) for p in module.parameters(recurse=False)])
-
-    for module in (model.mix, model.conv):
-        context.resources.callback(module.register_forward_pre_hook(look).remove)
-        context.resources.callback(module.register_forward_hook(look).remove)
 
 
 @act("a forward hook that writes a weight", at=(2,))
@@ -514,38 +429,7 @@ def _(engine, model, context):
     context.resources.callback(handle.remove)
 
 
-@act("engine state out and in")
-def _(engine, model, context):
-    engine.load_state(engine.state)
-
-
 # -- Errors.
-
-
-def once(context: Any, error: BaseException) -> Callable[..., None]:
-    """Return a function that raises the error on its first call only."""
-    left = [error]
-
-    def fail(*_args: Any) -> None:
-        if left:
-            raise left.pop()
-
-    return fail
-
-
-@act("an exception in forward")
-def _(engine, model, context):
-    fail = once(context, Oops("forward"))
-    handle = model.twin.register_forward_pre_hook(fail)
-    context.resources.callback(handle.remove)
-
-
-@act("an exception in forward, without a word to the engine")
-def _(engine, model, context):
-    handle = model.twin.register_forward_pre_hook(once(context, Oops("forward")))
-    with contextlib.suppress(Oops):
-        engine(context.batch(98))
-    handle.remove()
 
 
 def interrupted(seconds: float, do: Callable[[], Any]) -> None:
@@ -577,28 +461,6 @@ def _(engine, model, context):
 
 
 # -- Other engines, functions and threads.
-
-
-def other_model() -> torch.nn.Module:
-    torch.manual_seed(4)
-    return torch.nn.Sequential(torch.nn.Linear(16, 40), torch.nn.GELU(), torch.nn.Linear(40, 16))
-
-
-def train_beside(engine: Any, context: Any) -> None:
-    x = torch.ones(2, 16).to(engine.dtype)
-    loss = engine(x).float().square().mean()
-    context.look(loss)
-    engine.backward(loss)
-    engine.step()
-
-
-@act("a second engine on another model", at=(2, 3, 4, 5))
-def _(engine, model, context):
-    if not context.times:
-        context.kept["other"] = context.another(other_model())
-    train_beside(context.kept["other"], context)
-    if context.times == 3:
-        context.kept["other"].close()
 
 
 @act("close the engine and start another", at=(3, 6))
@@ -668,12 +530,6 @@ def _(engine, model, context):
 # -- Evaluation and modes.
 
 
-@act("evaluate under no_grad")
-def _(engine, model, context):
-    with engine.evaluating():
-        context.look(engine(context.batch(99)))
-
-
 @act("gradient checkpointing switched on and off")
 def _(engine, model, context):
     model.checkpointing = context.times != 1
@@ -686,20 +542,3 @@ def _(engine, model, context):
     for value in torch.autograd.grad(loss, [model.mix.weight, model.scale]):
         context.look(value)
     model.train()
-
-
-@act("discard a step", moments=(BACKWARD,), at=(2, 3))
-def _(engine, model, context):
-    raise Oops("discarded")
-
-
-@act("save and load a checkpoint")
-def _(engine, model, context):
-    import tempfile
-
-    from zerotune.checkpoint import load_checkpoint, save_checkpoint
-
-    shadows = {} if context.ema is None else {"ema": context.ema}
-    with tempfile.TemporaryDirectory() as folder:
-        save_checkpoint(f"{folder}/here", engine=engine, shadows=shadows)
-        load_checkpoint(f"{folder}/here", engine=engine, shadows=shadows)

@@ -13,13 +13,9 @@ WHOLE = ("stage3_param_persistence_threshold", 0)
 STAGE_3 = (WHOLE, ("sub_group_size", 300_000))
 CASES = (
     Case(deepspeed=False, accumulation=2),
-    Case(stage=0, accumulation=2),
     Case(stage=0, accumulation=2, precision="bf16"),
     Case(stage=1, accumulation=2),
-    Case(stage=2, accumulation=2, precision="bf16"),
     Case(stage=2, accumulation=2, offload="cpu"),
-    Case(stage=2, accumulation=1, offload="cpu"),
-    Case(stage=3, accumulation=2, overrides=STAGE_3),
     Case(stage=3, accumulation=2, offload="cpu", precision="bf16", overrides=STAGE_3),
 )
 

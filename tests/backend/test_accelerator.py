@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 import zerotune
-from zerotune.backend import accelerator
 from zerotune.backend.accelerator import (
     DeviceMemory,
     RunningAccelerator,
@@ -248,12 +247,6 @@ def test_the_devices_peak_includes_memory_of_libraries_loaded_after_the_start() 
     assert figures().peak == 11 * GIB
     assert figures(others=GIB).peak == 10 * GIB
     assert figures(free=75 * GIB).peak == 9 * GIB, "figures of two moments never go below zero"
-
-
-def test_other_processes_memory_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerator, "_held_by_others", lambda _card: GIB)
-    card = device(monkeypatch, module())
-    assert card.memory().others == GIB
 
 
 @pytest.mark.gpu

@@ -203,17 +203,16 @@ def test_a_rank_lost_with_the_agents_store_during_the_start_is_named(
     port = free_port()
     agent = [TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)]
     if came:
-        agent[0].set("zerotune/arrived/0/0", json.dumps([{}, True]))
+        agent[0].set("zerotune/arrived/0/0", json.dumps({}))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setattr(process_groups.Arrivals, "_holds_store", lambda _: False)
     launch = Launch(rank=1, local_rank=0, world_size=3 if came else 2, launched=True)
     arrivals = process_groups.Arrivals(launch, timeout=timedelta(seconds=60))
     look = arrivals._look
     monkeypatch.setattr(arrivals, "_look", lambda: (look(), agent.clear()))
     what = (
-        "has exited, which also ended the rendezvous store that it hosted"
+        "has exited with its launcher, which hosted the rendezvous store"
         if came
         else "never arrived"
     )

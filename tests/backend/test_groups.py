@@ -22,7 +22,7 @@ SCHEDULE = {
     "type": "WarmupLR",
     "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-2, "warmup_num_steps": 4},
 }
-STAGES = [(0, "none"), (1, "none"), (2, "cpu"), (3, "none"), (3, "cpu")]
+STAGES = [(0, "none"), (2, "cpu"), (3, "cpu")]
 
 
 def engine_with_groups(

@@ -198,11 +198,3 @@ def test_closing_the_last_stage_3_engine_restores_torchs_linear() -> None:
         ours = functional.linear = partial(before)
     assert functional.linear is ours, "it was not DeepSpeed's any more"
     functional.linear = before
-
-
-@ranks(1)
-def test_a_plain_engine_trains_after_a_stage_3_engine() -> None:
-    with start(STAGE_3, small()) as engine:
-        train(engine)
-    with start(PLAIN, small()) as engine:
-        train(engine, 4)

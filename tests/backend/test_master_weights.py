@@ -16,10 +16,8 @@ pytestmark = pytest.mark.deepspeed
 
 CASES = [
     PLAIN,
-    Case(stage=0),
     Case(stage=0, precision="bf16"),
     Case(stage=1, precision="bf16"),
-    Case(stage=2),
     Case(stage=2, offload="cpu", precision="bf16"),
     Case(stage=3, precision="bf16"),
     Case(stage=3, offload="cpu", offload_param="cpu"),

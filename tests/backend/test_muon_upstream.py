@@ -82,35 +82,25 @@ def spread(matrix: torch.Tensor) -> float:
     return float(values[-2] / values[0])
 
 
-@pytest.mark.parametrize(("stage", "offload"), [(0, "none"), (3, "cpu")])
 @ranks(1)
-def test_our_muon_takes_an_orthogonal_step_where_deepspeeds_did_not(
-    stage: int, offload: str
-) -> None:
+def test_our_muon_takes_an_orthogonal_step_where_deepspeeds_did_not() -> None:
     from zerotune.plan.plan import DeepSpeedPlan
 
     model = Matrices()
-    whole = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
     plan = DeepSpeedPlan.build(
-        stage=stage,
-        offload=offload,
+        stage=3,
+        offload="cpu",
         precision="fp32",
         gradient_clipping=0.0,
+        stage3_param_persistence_threshold=0,
         optimizer={"type": "Muon", "params": {"lr": LR, "adam_lr": 1e-3, "weight_decay": 0.0}},
-        **whole,
     )
     with build(model, plan) as engine:
-        partitioned = hasattr(model.hidden.weight, "ds_id")
-        losses, weights = [], []
-        for _ in range(20):
-            weights.append(dict(engine.master_weights.gather())["hidden.weight"].clone())
-            loss = error_of(engine)
-            engine.backward(loss)
-            engine.step()
-            losses.append(float(loss.detach()))
-    # At stage 3 our engine partitions through zero.Init, which was inactive for DeepSpeed's.
-    assert partitioned == (stage == 3)
-    update = torch.tensor(((weights[0] - weights[1]) / LR).tolist())
+        # Our engine partitions through zero.Init, which was inactive for DeepSpeed's.
+        assert hasattr(model.hidden.weight, "ds_id")
+        before = dict(engine.master_weights.gather())["hidden.weight"].clone()
+        engine.backward(error_of(engine))
+        engine.step()
+        update = (before - dict(engine.master_weights.gather())["hidden.weight"]) / LR
     torch.testing.assert_close(update, orthogonalise(gradient()), atol=2e-4, rtol=0)
     assert spread(update) > 0.3 > 3 * spread(gradient())
-    assert losses[-1] < 0.5 * losses[0]

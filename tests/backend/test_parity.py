@@ -33,7 +33,7 @@ CASES = [
 
 
 # Each case runs on one process or on two, and nightly on both.
-ONE = [Case(stage=3), CASES[6]]
+ONE = [CASES[6]]
 TWO = [Case(stage=1), Case(stage=2, offload="cpu"), CASES[-1]]
 
 

@@ -66,11 +66,8 @@ def train(engine: Any, *steps: int) -> list[float]:
 @pytest.mark.parametrize(
     ("stage", "offload", "hidden", "world_size"),
     [
-        (PLAIN, "none", False, 1),
         (PLAIN, "cpu", False, 2),
         (0, "none", False, 2),
-        (1, "none", False, 1),
-        (2, "none", False, 2),
         (2, "cpu", False, 1),
         (2, "cpu", True, 2),
     ],

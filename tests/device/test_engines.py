@@ -21,7 +21,6 @@ SAMPLE = (
     "streamed, skipped blocks, no clipping",
     "streamed, resumed, 8-bit",
     "host engine, out of memory",
-    "streamed, compiled",
     "ZeRO-3, CPU offload of both, out of memory",
     "plain, offload, EMA in a file, swapped in",
 )
@@ -53,7 +52,6 @@ def test_every_place_of_the_step_gives_the_same_bits(changes, tmp_path):
     reference = run(case, 0, 0.1, tmp_path)
     for other in (
         {"engine": "host"},
-        {"streamed": Streaming(window=2)},
         {"streamed": Streaming(memory=32 * 1024)},
         {"streamed": Streaming(units=("blocks.0", "blocks.3"), window=2)},
         {"engine": "host", "stage": 3, "offload_param": "cpu"},

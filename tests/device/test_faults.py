@@ -82,19 +82,6 @@ def memory_is_not_kept_for_another_stream(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.Tensor, "record_stream", lambda _tensor, _stream: None)
 
 
-def activations_are_freed_while_they_are_copied(patch: pytest.MonkeyPatch) -> None:
-    """What a missing ``record_stream`` would do: the memory is reused during its copy."""
-    patch.setattr(StreamTransfers, "settle", lambda _transfers, _stored: None)
-
-
-def the_backward_pass_does_not_wait_for_activations(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StreamTransfers, "finish", lambda _transfers, loading: loading.tensor)
-
-
-def activations_are_copied_before_they_are_computed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StreamTransfers, "_computation", lambda transfers: transfers._side)
-
-
 def activations_return_to_memory_in_use(patch: pytest.MonkeyPatch) -> None:
     load = StreamTransfers.load
 
@@ -114,12 +101,10 @@ FAULTS: tuple[tuple[Plant, Case], ...] = (
     (the_host_reads_gradients_before_they_have_landed, STREAM_EAGER),
     (gradients_overwrite_gradients_that_are_not_used_yet, FEW_BUFFERS),
     (memory_is_not_kept_for_another_stream, OVERLAPPED),
-    (activations_are_freed_while_they_are_copied, OFFLOADED),
-    (the_backward_pass_does_not_wait_for_activations, OFFLOADED),
-    (activations_are_copied_before_they_are_computed, OFFLOADED),
     (activations_return_to_memory_in_use, OFFLOADED),
 )
-SAMPLE = (copies_do_not_wait_for_computation, activations_are_freed_while_they_are_copied)
+SAMPLE = (copies_do_not_wait_for_computation,)
+"""``test_transfers`` plants the other faults of activation offload."""
 
 
 def orders_until_found(reference: dict[str, Any], case: Case, folder: Path) -> int | None:

@@ -70,9 +70,9 @@ def trained(case: Case, seed: int, lateness: float):
     "changes",
     [
         {"clipping": 0.0, "optimizer": "AdamW", "update": DeviceUpdate(), "family": "flux"},
-        {"accumulation": 3},
-        {"streamed": None, "engine": "host", "optimizer": "Lamb"},
-        {"family": "skipping", "steps": 8},
+        {"accumulation": 2, "steps": 2},
+        {"streamed": None, "engine": "host", "optimizer": "Lamb", "steps": 3},
+        {"family": "skipping", "steps": 5},
         *nightly(
             {},
             {"optimizer": "AdamW"},
@@ -120,7 +120,7 @@ def test_two_ranks_give_the_bits_of_the_whole_model(changes):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"clipping": 0.0, "update": DeviceUpdate(masters="stochastic")},
+        {"clipping": 0.0, "update": DeviceUpdate(masters="stochastic"), "steps": 4},
         *nightly({}, {"optimizer": "AdamW", "clipping": 0.0}),
     ],
     ids=str,

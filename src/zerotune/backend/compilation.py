@@ -22,6 +22,7 @@ from zerotune.backend.deepspeed.leaf_modules import named_leaf_modules
 from zerotune.backend.host.units import find_units
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError, InvalidValueError, VerificationError
+from zerotune.plan.facts import outermost_modules
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
@@ -84,11 +85,11 @@ class Compilation:
             return units, "the streamed units, so that hooks cause no graph break"
         if not names:
             return [model], "the whole model in one graph"
-        found = _outermost(model, frozenset(names))
+        found = [model.get_submodule(name) for name in outermost_modules(model, names)]
         if not found:
             raise EngineError(
                 f"{type(model).__name__} has no blocks of these classes",
-                f"write some of {_repeated_classes(model)}",
+                f"write some of {_classes_of_blocks(model)}",
                 f"{KEY}.blocks",
                 names,
             )
@@ -107,7 +108,7 @@ class Compilation:
             "at stage 3 only leaf modules can be compiled, and the plan has "
             f"{f'only {have}' if have else 'none for this model'}",
             "add block classes with positional inputs, such as "
-            f"{_repeated_classes(model)}, to zero_optimization.leaf_module.classes in the plan",
+            f"{_classes_of_blocks(model)}, to zero_optimization.leaf_module.classes in the plan",
             KEY,
             self,
         )
@@ -236,18 +237,5 @@ def _graphs_and_breaks() -> tuple[int, int]:
     return int(counters["stats"]["unique_graphs"]), sum(counters["graph_break"].values())
 
 
-def _outermost(module: torch.nn.Module, names: frozenset[str]) -> list[torch.nn.Module]:
-    if type(module).__name__ in names:
-        return [module]
-    return [found for child in module.children() for found in _outermost(child, names)]
-
-
-def _repeated_classes(model: torch.nn.Module) -> list[str]:
-    """Classes of modules with children that occur more than once."""
-    kinds = [
-        type(module).__name__
-        for module in model.modules()
-        if not isinstance(module, torch.nn.ModuleList | torch.nn.Sequential)
-        and any(True for _ in module.children())
-    ]
-    return sorted({kind for kind in kinds if kinds.count(kind) > 1})[:6]
+def _classes_of_blocks(model: torch.nn.Module) -> list[str]:
+    return sorted({type(module).__name__ for _, module in find_units(model)})

@@ -15,7 +15,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -84,7 +83,8 @@ class Arrivals:
     def __init__(self, launch: Launch, *, timeout: timedelta) -> None:
         self._launch, self._timeout = launch, timeout
         self._place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        # If this variable is set, torchrun's agent hosts the store, otherwise rank 0.
+        # If this variable is set, torchrun's agent on rank 0's machine hosts the store, otherwise
+        # rank 0 does.
         self._agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         ranks = range(launch.world_size)
@@ -92,7 +92,6 @@ class Arrivals:
         self._store: Any = None
         self._began = time.monotonic()
         self._missing: list[int] = []
-        self._holders: list[int] = []
 
     def wait(self) -> RollCall:
         """Register this rank, wait for all ranks, and return the registry of the ranks."""
@@ -108,28 +107,17 @@ class Arrivals:
                 # torch's own rendezvous uses the same server while this store is referenced.
                 multi_tenant=True,
             )
-            note = [attrs.asdict(ProcessIdentity.current()), self._holds_store()]
-            self._store.set(self._keys[self._launch.rank], json.dumps(note))
+            own = json.dumps(attrs.asdict(ProcessIdentity.current()))
+            self._store.set(self._keys[self._launch.rank], own)
             if self._all_come():
-                notes = [json.loads(each) for each in self._store.multi_get(self._keys)]
+                notes = self._store.multi_get(self._keys)
                 name = f"start/{self._attempt}"
                 roll = RollCall(name, rank=self._launch.rank, store=self._store)
-                roll.holders = [rank for rank, (_, holds) in enumerate(notes) if holds]
-                roll.members = [ProcessIdentity(**process) for process, _ in notes]
+                roll.members = [ProcessIdentity(**json.loads(each)) for each in notes]
                 return roll
         except RuntimeError as error:
             raise self._absent(error) from error
         raise self._absent(None)
-
-    def _holds_store(self) -> bool:
-        """Whether the store runs in this rank's process or in its launcher."""
-        if not self._agent:
-            return self._launch.rank == 0
-        port = int(self._place.rpartition(":")[2])
-        with contextlib.suppress(psutil.Error):
-            held = psutil.Process(os.getppid()).net_connections(kind="tcp")
-            return any(one.status == "LISTEN" and one.laddr.port == port for one in held)
-        return False
 
     def _all_come(self) -> bool:
         timeout, looked = self._timeout.total_seconds(), -LOOK_S
@@ -147,22 +135,17 @@ class Arrivals:
         return True
 
     def _look(self) -> None:
-        """Update which ranks are missing and which of the present ranks host the store."""
-        for rank in tuple(self._missing):
-            if self._store.check([self._keys[rank]]):
-                self._missing.remove(rank)
-                if json.loads(self._store.get(self._keys[rank]))[1]:
-                    self._holders.append(rank)
+        """Update which ranks are missing."""
+        self._missing = [
+            rank for rank in self._missing if not self._store.check([self._keys[rank]])
+        ]
 
     def _absent(self, error: RuntimeError | None) -> CollectiveError:
         timeout, waited = self._timeout.total_seconds(), time.monotonic() - self._began
         absent = dict.fromkeys(self._missing, "never arrived")
         if error is not None and (not absent or waited < 0.8 * timeout):
-            if self._agent and self._holders:
-                absent = dict.fromkeys(
-                    self._holders,
-                    "has exited, which also ended the rendezvous store that it hosted",
-                )
+            if self._agent and 0 not in absent:
+                absent = {0: "has exited with its launcher, which hosted the rendezvous store"}
             elif not self._agent and self._launch.rank:
                 absent = {0: f"cannot be reached at {self._place}, where all ranks must connect"}
         what = f"not every rank reached the start within {timeout:g} s"

@@ -62,8 +62,6 @@ class RollCall:
         self._reader = own_store(self._store)
         self.members: list[ProcessIdentity] = [] if before is None else before.members
         """Process of each rank."""
-        self.holders: list[int] = [0] if before is None else before.holders
-        """Ranks on whose process or launcher the store depends."""
         self._exchanges = 0
         self.count = self.passes = 0
         """Numbers of collectives of this group, and of backward passes, so far."""
@@ -175,14 +173,9 @@ class RollCall:
             if time.monotonic() >= deadline:
                 return absent
             time.sleep(LOOK_S)
-        if absent is None:
-            what = "cannot be reached, and neither can its store"
-            holders = [rank for rank in self.holders if rank < len(self.members)]
-            return {
-                rank: f"{what}{self._place(rank)}"
-                for rank in holders
-                if not self.members[rank].visible()
-            }
+        if absent is None and self.members and not self.members[0].visible():
+            # Its process or its launcher hosts the store.
+            return {0: f"cannot be reached, and neither can its store{self._place(0)}"}
         return {}
 
     def _place(self, rank: int) -> str:

@@ -299,8 +299,8 @@ def train_in_vain() -> str:
 def test_an_error_names_the_buffers_that_a_recomputed_block_needs(tmp_path):
     (message,) = run_ranks(train_in_vain, env={"SWAP": str(tmp_path)})
     assert "zero_optimization.offload_param.buffer_count = 3" in message
-    assert "4 weights of blocks.2 are gathered at once" in message
-    assert "Fix: write 4" in message
+    assert "4 weights are gathered at once, and each needs a swap buffer: blocks.2." in message
+    assert 'Fix: write "auto"' in message
 
 
 # -- After an error in a forward pass.

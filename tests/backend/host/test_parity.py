@@ -46,10 +46,10 @@ COMPILED = [
 @pytest.mark.parametrize(
     ("run", "stages"),
     [
-        (Run(family="apart", steps=12), (2,)),
-        (Run(family="web", accumulation=3, steps=5), (3,)),
-        (Run(family="web", precision="fp32", clipping=0.0, evaluate=True, steps=5), (1,)),
-        (Run(family="web", optimizer="AdamWBF16States", groups=True, steps=4), (2,)),
+        (Run(family="apart", steps=6), (2,)),
+        (Run(family="web", accumulation=3, steps=3), (3,)),
+        (Run(family="web", precision="fp32", clipping=0.0, evaluate=True, steps=3), (1,)),
+        (Run(family="web", optimizer="AdamWBF16States", groups=True, steps=3), (2,)),
         *nightly(
             (Run(family="unet", groups=True, steps=4), (1,)),
             (Run(family="flux", precision="fp32", steps=4), (2,)),
@@ -72,12 +72,11 @@ def test_weights_on_the_device_equal_those_of_zero_bit_for_bit(run, stages):
 @pytest.mark.parametrize(
     ("run", "windows"),
     [
-        (Run(family="web", checkpointing="on", accumulation=3, clipping=0.0, steps=4), (2,)),
-        (Run(family="web", evaluate=True), (3,)),
+        (Run(family="web", accumulation=3, clipping=0.0, evaluate=True, steps=3), (3,)),
         (Run(family="web", checkpointing="on", clipping=0.0, compiled="aot_eager", steps=3), (2,)),
         (Run(family="flux", checkpointing="reentrant", accumulation=3, steps=3), (2,)),
-        (Run(family="flux", clipping=0.0, lora=True, steps=4), (2,)),
-        (Run(family="qwen", precision="fp32", steps=4), (ALL,)),
+        (Run(family="flux", clipping=0.0, lora=True, steps=3), (2,)),
+        (Run(family="qwen", precision="fp32", steps=3), (ALL,)),
         *nightly(
             (Run(family="unet", checkpointing="on", clipping=0.0, groups=True, steps=4), (3,)),
             (Run(family="web", optimizer="AdamWBF16States", clipping=0.0, groups=True), (2,)),
@@ -101,8 +100,8 @@ def test_streaming_equals_zero_2_bit_for_bit(run, windows):
 
 
 MIXED = [
-    (Run(family="web", accumulation=2, evaluate=True, steps=5), Streaming(units=NAMED, window=2)),
-    (Run(family="web", clipping=0.0, steps=4), Streaming(units=NAMED, memory=2**15)),
+    (Run(family="web", accumulation=2, steps=3), Streaming(units=NAMED, window=2)),
+    (Run(family="web", clipping=0.0, steps=3), Streaming(units=NAMED, memory=2**15)),
     *nightly(
         (Run(family="flux", checkpointing="on", steps=3), Streaming(memory="700KiB")),
         (
@@ -154,12 +153,6 @@ def test_the_window_limits_the_resident_units():
     assert "5 units" in said.after
     resident = 2 * max(mine["units"].values())
     assert mine["counts"].peak <= resident + mine["resident"]
-
-
-def test_the_memory_budget_limits_the_resident_units():
-    run = Run(family="qwen", steps=2)
-    mine = train(run, streamed=Streaming(memory=1))
-    assert mine["counts"].peak <= 2 * max(mine["units"].values()) + mine["resident"]
 
 
 def test_no_fetch_is_late_in_the_steady_state():

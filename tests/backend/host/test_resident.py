@@ -139,14 +139,6 @@ def test_access_that_bypasses_torch_functions_fails_instead_of_reading_old_value
         go_on.set()
 
 
-def test_explain_names_the_engine_that_runs():
-    with begin() as engine:
-        assert "host engine, 1 process" in engine.explain()
-        assert "in a thread" in engine.explain()
-    with start(CLIPPED, make_model(CLIPPED)) as engine:
-        assert "DeepSpeed, 1 process" in engine.explain()
-
-
 def test_an_optimizer_that_the_host_engine_does_not_know_is_run_by_deepspeed():
     run = Run(family="web", optimizer="Lion")
     with start(run, make_model(run), engine="host") as engine:

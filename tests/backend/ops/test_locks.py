@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -17,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from zerotune.backend import op_builds
-from zerotune.backend.op_builds import FOLDER, LivingLock, build_folder, building, built_library
+from zerotune.backend.op_builds import FOLDER, LivingLock, building
 from zerotune.errors import PlatformError
 
 HOLD = """
@@ -146,84 +144,6 @@ def test_before_a_build_the_locks_of_dead_processes_are_removed_from_all_ops(
     assert "op own: process 999999 ended while compiling" in caplog.text
 
 
-STARTS = {
-    "EmbeddedPlan.accelerator": """
-        from zerotune import EmbeddedPlan
-
-        with EmbeddedPlan(plan=plan) as run:
-            run.accelerator()
-    """,
-    "zerotune.prepare": """
-        import torch
-        import zerotune
-
-        zerotune.prepare(model=torch.nn.Linear(8, 8), plan=plan).close()
-    """,
-}
-COMMON = """
-import faulthandler
-faulthandler.dump_traceback_later(250, exit=True)
-plan = {
-    "train_micro_batch_size_per_gpu": 1,
-    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-}
-"""
-BUILD = """
-import sys
-from torch.utils import cpp_extension
-cpp_extension.load(name=sys.argv[1], sources=[sys.argv[2]], is_python_module=False)
-"""
-
-
-@pytest.mark.deepspeed
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("ninja") is None, reason="needs ninja")
-# Nightly: the tests above prove it for locks, without a compiler and engines.
-@pytest.mark.nightly
-@pytest.mark.parametrize("start", STARTS)
-def test_a_build_of_any_op_that_was_killed_does_not_block_the_next_start(
-    start: str, tmp_path: Path
-) -> None:
-    cache, begun = tmp_path / "ops", tmp_path / "begun"
-    compiled = build_folder("cpu_adam")
-    if built_library(compiled) is None:
-        pytest.skip(f"needs cpu_adam, compiled in {compiled}")
-    for folder in (compiled, *compiled.parent.glob("zerotune_host_step_*")):
-        shutil.copytree(folder, cache / folder.name, ignore=shutil.ignore_patterns("lock"))
-    source, compiler = tmp_path / "source.cpp", tmp_path / "compiler"
-    source.touch()
-    compiler.write_text(f"#!/bin/sh\n[ -z $2 ] || touch {begun}\nexec sleep 60\n")
-    compiler.chmod(0o755)
-    environment = {**os.environ, FOLDER: str(cache), "DS_ACCELERATOR": "cpu"}
-    with subprocess.Popen(
-        [sys.executable, "-c", BUILD, "deepspeed_shm_comm", str(source)],
-        env={**environment, "CXX": str(compiler), "TORCH_DONT_CHECK_COMPILER_ABI": "1"},
-        start_new_session=True,
-    ) as process:
-        while not begun.exists():
-            assert process.poll() is None
-            time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGKILL)
-    # A real build here would make the compiled op stale.
-    with _with_torchs_lock(cache / "cpu_adam" / "lock") as process:
-        process.send_signal(signal.SIGKILL)
-    locks = [cache / op / "lock" for op in ("deepspeed_shm_comm", "cpu_adam")]
-    assert [lock.read_bytes() for lock in locks] == [b"", b""]
-    done = subprocess.run(
-        [sys.executable, "-c", COMMON + textwrap.dedent(STARTS[start])],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    for op in ("deepspeed_shm_comm", "cpu_adam"):
-        assert f"op {op}: a process ended while compiling" in done.stderr
-    assert not list(cache.glob("*/lock"))
-    assert "op cpu_adam: compiling" not in done.stderr
-
-
 def test_a_lock_of_another_machine_raises_an_error_that_names_it(
     lock: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,15 +153,6 @@ def test_a_lock_of_another_machine_raises_an_error_that_names_it(
     with pytest.raises(PlatformError, match=f"delete {lock}"):
         LivingLock(str(lock)).try_acquire()
     assert lock.exists()
-
-
-def test_the_start_of_a_build_is_logged(lock: Path, caplog: pytest.LogCaptureFixture) -> None:
-    held = LivingLock(str(lock))
-    with caplog.at_level(logging.WARNING, logger="zerotune"):
-        held.try_acquire()
-    held.release()
-    assert "op cpu_adam: compiling it" in caplog.text
-    assert "minutes" in caplog.text
 
 
 def test_torch_compiles_extensions_under_our_lock() -> None:

@@ -22,7 +22,6 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
-from posixpath import commonpath
 from typing import Any, Final
 
 import torch
@@ -272,7 +271,7 @@ def _is_leaf(module: Any) -> bool:
 
 
 def explain_missing_buffers(module: torch.nn.Module) -> None:
-    """Replace DeepSpeed's assertion about swap buffers by an error with the number to write.
+    """Replace DeepSpeed's assertion about swap buffers by an error that names the weights.
 
     Args:
         module: The module that DeepSpeed has partitioned; without parameters on NVMe, nothing is
@@ -282,9 +281,7 @@ def explain_missing_buffers(module: torch.nn.Module) -> None:
     swapper = next((each.nvme_swapper for each in named.values()), None)
     if swapper is None:
         return
-    names = {
-        each.ds_id: name for name, each in named.items() if swapper.swappable_tensor(param=each)
-    }
+    names = {each.ds_id: name for name, each in named.items()}
     swapper.swap_in = partial(_swap_in, swapper, names)
 
 
@@ -293,13 +290,10 @@ def _swap_in(
 ) -> None:
     if len(params) > swapper.available_swap_in_buffers() and not (args[1:] or kwargs.get(_BUFFERS)):
         wanted = {*swapper.param_id_to_buffer_id, *(each.ds_id for each in params)}
-        part = commonpath([f"/{names[each].replace('.', '/')}" for each in wanted])
-        inside = part.strip("/").replace("/", ".")
-        need = sum(name.startswith(f"{inside}.") or not inside for name in names.values())
         raise EngineError(
-            f"{len(wanted)} weights of {inside or 'the model'} are gathered at once, and each "
-            "needs a swap buffer",
-            f"write {need}, the number of swapped weights there",
+            f"{len(wanted)} weights are gathered at once, and each needs a swap buffer: "
+            f"{', '.join(sorted(names[each] for each in wanted))}",
+            'write "auto", or at least the number of weights on NVMe in the largest such block',
             "zero_optimization.offload_param.buffer_count",
             swapper.param_buffer_count,
         )
