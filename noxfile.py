@@ -88,8 +88,6 @@ def shared_environment(session: nox.Session) -> None:
     if not stamp.exists() or stamp.read_text() != wanted:
         with logged_every(15, session, "still installing packages"):
             run(session, "-m", "pip", "install", "-c", CONSTRAINTS, "-e", ".[dev]")
-            # Without dependencies: torchvision, pandas and seaborn are for mup's own examples.
-            run(session, "-m", "pip", "install", "-c", CONSTRAINTS, "--no-deps", "mup")
         stamp.write_text(wanted)
 
 
@@ -189,7 +187,6 @@ def engine_tests_with(session: nox.Session, package: str, version: str) -> None:
     kept = [line for line in lines if not line.startswith(f"{package}==")]
     constraints.write_text("\n".join([*kept, f"{package}=={version}"]))
     session.install("-c", str(constraints), "-e", ".[data,lora,test]")
-    session.install("-c", str(constraints), "--no-deps", "mup")
     session.env["TORCH_EXTENSIONS_DIR"] = f"{EXTENSIONS}-{package}-{version}"
     session.env.setdefault("MAX_JOBS", str(os.cpu_count() or 2))
     session.env.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -35,7 +35,7 @@ from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.platform import detect_platform
 from zerotune.training.setup import build_engine
 
-PACKAGES = ("torch", "deepspeed", "mup", "prodigyopt", "schedulefree", "torchao", "bitsandbytes")
+PACKAGES = ("torch", "deepspeed", "prodigyopt", "schedulefree", "torchao", "bitsandbytes")
 
 STREAMED = frozenset({"AdamW8BitStates"})
 """Optimizers that exist only for streamed weights."""
@@ -76,20 +76,10 @@ class DigitsNet(torch.nn.Module):
         return self.out(torch.relu(self.middle(features)))
 
 
-def model_for(name: str, offload: str = "none", seed: int = 0) -> torch.nn.Module:
-    """Return the network, with base shapes for mup's optimizers.
-
-    DeepSpeed swaps nothing below 1 MiB, so NVMe cells train a wider one (0.27 M weights).
-    """
+def model_for(offload: str = "none", seed: int = 0) -> torch.nn.Module:
+    """Return the network; DeepSpeed swaps nothing below 1 MiB, so NVMe cells train a wider one."""
     torch.manual_seed(seed)
-    model = DigitsNet(width=80 if offload == "nvme" else 16)
-    if name.startswith("Mu") and name != "Muon":
-        from examples.recipes.base_shapes import set_base_shapes
-
-        with torch.device("meta"):
-            base, delta = DigitsNet(width=8), DigitsNet(width=12)
-        set_base_shapes(model, base=base, delta=delta)
-    return model
+    return DigitsNet(width=80 if offload == "nvme" else 16)
 
 
 def plan_for(name: str, stage: int, offload: str, precision: str, swap: Path) -> DeepSpeedPlan:
@@ -146,7 +136,7 @@ def run_cell(name: str, stage: int, offload: str, precision: str, steps: int = S
 
 def _train(place: dict[str, Any], steps: int) -> Cell:
     name = place["name"]
-    model = model_for(name, place["offload"])
+    model = model_for(place["offload"])
     with tempfile.TemporaryDirectory() as swap:
         plan = plan_for(**place, swap=Path(swap)).resolve(
             platform=detect_platform(),

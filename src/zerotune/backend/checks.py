@@ -167,27 +167,14 @@ class RunningGroup:
 
 
 def expected_groups(
-    choice: OptimizerChoice,
-    named: Sequence[tuple[str, torch.nn.Parameter]],
-    client: torch.optim.Optimizer | None,
+    choice: OptimizerChoice, named: Sequence[tuple[str, torch.nn.Parameter]]
 ) -> tuple[RunningGroup, ...]:
-    """Return the parameter groups that the running engine must have.
-
-    Without mup, these are the plan's groups. With mup, they are the groups of ``client``, because
-    mup splits groups by width when it creates its optimizer.
+    """Return the parameter groups that the running engine must have: those of the plan.
 
     Args:
         choice: The plan's optimizer.
         named: Names and parameters of all trained parameters.
-        client: The optimizer that is passed to the engine; ``None`` if none is passed.
     """
-    if choice.package == "mup" and client is not None:
-        names = {id(parameter): name for name, parameter in named}
-        return tuple(
-            RunningGroup.read(group, group["params"], names)
-            for group in client.param_groups
-            if group["params"]
-        )
     if choice.groups:
         return tuple(
             RunningGroup(

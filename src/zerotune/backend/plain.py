@@ -126,7 +126,7 @@ class PlainEngine(Autocasting, CountingEngine):
         check = partial(_check_contiguous, named)
         self._lay_out: Callable[[Any], None] = _lay_alike if is_any_order_right else check
         self._lay_out(self._optimizer)
-        self._expected_groups = expected_groups(choice, named, self._optimizer)
+        self._expected_groups = expected_groups(choice, named)
         layout = ParameterLayout(module=model, optimizer=self._optimizer)
         schedule = curve(plan)
         self._scheduler = None if schedule is None else schedule(self._optimizer)

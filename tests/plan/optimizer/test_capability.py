@@ -40,18 +40,8 @@ def test_adagrad_is_not_offloaded_on_apple_gpus():
     assert capability("Adagrad", stage=2, accelerator="mps").status == "works"
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(
-    ("name", "runs_as"), [("MuAdam", "Adam"), ("MuAdamW", "AdamW"), ("MuSGD", "SGD")]
-)
-def test_mup_optimizers_run_everywhere_as_torch_classes(name, runs_as, stage):
-    answer = capability(name, stage=stage)
-    assert answer.runs
-    assert answer.implementation == runs_as
-
-
 def test_a_missing_package_is_named_with_its_extra():
-    for name, extra in (("MuAdamW", "mup"), ("Prodigy", "optimizers")):
+    for name, extra in (("AdamW8bit", "optimizers"), ("Prodigy", "optimizers")):
         answer = capability_of(OPTIMIZERS[name], Situation(packages=frozenset()))
         assert answer.status == "cannot"
         assert f"zerotune[{extra}]" in answer.reason
@@ -133,7 +123,7 @@ def test_optimizers_unsuited_to_diffusion_are_marked_as_cannot_run(name):
 def test_the_plain_engine_runs_every_torch_optimizer():
     runs = {
         "AdamW", "Adam", "Adagrad", "SGD", "Adamax", "NAdam", "RAdam", "RMSprop", "Adadelta",
-        "ASGD", "Rprop", "Adafactor", "Lion", "Lamb", "Muon", "MuAdam", "MuAdamW", "MuSGD",
+        "ASGD", "Rprop", "Adafactor", "Lion", "Lamb", "Muon",
         "Prodigy", "AdamWScheduleFree", "AdamW8bit", "TorchAOAdamW8bit",
         "TorchAOAdamW4bit", "AdamWBF16States",
     }  # fmt: skip

@@ -460,9 +460,7 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
         shared = share_buffers(model, self._group)
         pinned = pin_exactly(plan)
         arguments = initialize_arguments(plan, model)
-        self._expected_groups = expected_groups(
-            chosen_optimizer(plan), named, arguments["optimizer"]
-        )
+        self._expected_groups = expected_groups(chosen_optimizer(plan), named)
         self._engine, built = initialize(deepspeed, plan, arguments, self.resources)
         if "timers" not in plan.to_deepspeed():
             # Otherwise, DeepSpeed waits for the device before each forward pass and after each step

@@ -480,7 +480,7 @@ class AttachedEngine(ZeROEngine):
         check_alike(plan, self._module, self._group)
         check_accelerate(self._group.world_size)
         named = trainable_parameters(self._module)
-        self._expected_groups = expected_groups(chosen_optimizer(plan), named, None)
+        self._expected_groups = expected_groups(chosen_optimizer(plan), named)
         self._wrapper = wrapper_of(engine)
         self._decisions = (
             *self._decided,

@@ -194,7 +194,7 @@ class HostEngine(CountingEngine):
             own = {} if given is None else {"name": given.name, **given.params}
             masters = [slab.key for slab in slabs if slab.group == index]
             groups.append({"params": masters, **own})
-        self._expected_groups = expected_groups(choice, named, None)
+        self._expected_groups = expected_groups(choice, named)
         make = cpu_adam if choice.source == "deepspeed" else other_optimizer
         self._optimizer = make(plan, groups)
         self._scheduler = schedule_of(plan, self._optimizer)

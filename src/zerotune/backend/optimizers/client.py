@@ -80,9 +80,7 @@ def build_client_optimizer(choice: OptimizerChoice, named: Named) -> torch.optim
     except (TypeError, ValueError, AssertionError) as error:
         raise OptimizerError(
             f"{choice.implementation} refused its arguments ({error})",
-            "set base shapes first, as in the recipe examples/recipes/base_shapes.py"
-            if choice.package == "mup"
-            else "correct or remove the argument",
+            "correct or remove the argument",
             "optimizer.params",
             dict(choice.params),
         ) from error
@@ -113,13 +111,11 @@ def optimizer_factory(choice: OptimizerChoice) -> Callable[..., Any]:
         except ImportError as error:
             raise MissingDependencyError(
                 f"{choice.name} is in the package {top}, which could not be imported ({error})",
-                f"pip install 'zerotune[{'mup' if top == 'mup' else 'optimizers'}]'",
+                "pip install 'zerotune[optimizers]'",
                 "optimizer.type",
                 choice.name,
             ) from error
-        # mup's optimizers are functions that return torch's class with groups of mup's own.
-        name = choice.name if top == "mup" else choice.implementation
-        return cast(Callable[..., Any], getattr(module, name))
+        return cast(Callable[..., Any], getattr(module, choice.implementation))
     optimizer_class = getattr(torch.optim, choice.implementation, None)
     if optimizer_class is None:
         raise OptimizerError(

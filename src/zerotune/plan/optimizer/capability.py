@@ -146,7 +146,7 @@ class Situation:
             return _cannot(entry.refusal, entry.instead)
         if (package := missing_package(entry, self.packages)) is not None:
             return _cannot(
-                f"the package {package} is not installed (pip install 'zerotune[{entry.extra}]')"
+                f"the package {package} is not installed (pip install 'zerotune[optimizers]')"
             )
         here = self._circumstances
         for each in _REFUSALS:
@@ -192,7 +192,7 @@ def _switch(value: Any) -> bool | None:
     return value if isinstance(value, bool) else None
 
 
-OPTIONAL_PACKAGES: Final = ("mup", "bitsandbytes", "torchao", "prodigyopt", "schedulefree")
+OPTIONAL_PACKAGES: Final = ("bitsandbytes", "torchao", "prodigyopt", "schedulefree")
 
 
 def installed_packages() -> frozenset[str]:
@@ -276,8 +276,6 @@ _ONE_DECAY: Final[Mapping[str, WeightDecay]] = {
     "AdamW": "decoupled",
     "AdamWBF16States": "decoupled",
     "AdamW8BitStates": "decoupled",
-    "MuAdamW": "decoupled",
-    "MuAdam": "l2",
 }
 """Optimizers whose decay mode no argument changes."""
 
@@ -433,11 +431,6 @@ _REFUSALS: Final = (
         names=_GLOBAL,
         where={"by weight"},
         reason=f"{_OF_ALL_WEIGHTS}the update on the device passes one weight at a time",
-    ),
-    _Refusal(
-        names=[name for name, entry in OPTIMIZERS.items() if entry.package == "mup"],
-        where={"by weight"},
-        reason=f"mup finds each weight's width by the model's own parameters, {_BY_WEIGHT}",
     ),
     _Refusal(
         names=[_BF16_STATES],

@@ -75,7 +75,6 @@ _ADAM_SWITCHES: Final = (
     *torch_switches("foreach", "fused", "maximize", "capturable", only=ADAM),
 )
 
-_MUP = "the package mup, and base shapes set on the model before the engine starts"
 _LAMB_COEFFICIENTS: Final = (number("max_coeff", 10.0), number("min_coeff", 0.01))
 
 
@@ -192,35 +191,6 @@ _OF_SGD: Final = (
     flag("nesterov"),
 )
 
-_MUP_FAMILY: Final = (
-    *(
-        OptimizerEntry(
-            name=name,
-            family="deepspeed",
-            summary=f"{base} with maximal-update parametrisation",
-            parameters=(lr(ADAM_LR), betas(), eps(), weight_decay()),
-            states=("exp_avg", "exp_avg_sq"),
-            adam_like=True,
-            requires=(_MUP,),
-            package="mup",
-            implementation=base,
-            extra="mup",
-        )
-        for name, base in (("MuAdam", "Adam"), ("MuAdamW", "AdamW"))
-    ),
-    OptimizerEntry(
-        name="MuSGD",
-        family="deepspeed",
-        summary="SGD with maximal-update parametrisation",
-        parameters=_OF_SGD,
-        conditional_states={"momentum": "momentum_buffer"},
-        requires=(_MUP,),
-        package="mup",
-        implementation="SGD",
-        extra="mup",
-    ),
-)
-
 _ONE_BIT_ARGUMENTS: Final = (
     "lr", "betas", "eps", "weight_decay", "bias_correction", "eps_inside_sqrt", "cuda_aware",
     "comm_backend_name", "freeze_step", "var_freeze_step", "var_update_scaler",
@@ -244,7 +214,6 @@ _ONE_BIT_FAMILY: Final = tuple(
 DEEPSPEED_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
     *_ADAM_FAMILY,
     *_OTHERS,
-    *_MUP_FAMILY,
     *_ONE_BIT_FAMILY,
 )
 
@@ -384,9 +353,6 @@ TORCH_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
 )
 
 
-_EXTRA: Final = "optimizers"
-
-
 PACKAGE_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
     OptimizerEntry(
         name="AdamW8bit",
@@ -405,7 +371,6 @@ PACKAGE_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         adam_like=True,
         requires=("the package bitsandbytes",),
         package="bitsandbytes.optim",
-        extra=_EXTRA,
     ),
     *(
         OptimizerEntry(
@@ -427,7 +392,6 @@ PACKAGE_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
             requires=("the package torchao",),
             package="torchao.optim",
             implementation=kind,
-            extra=_EXTRA,
         )
         for kind, bits in (("AdamW8bit", 8), ("AdamW4bit", 4))
     ),
@@ -452,7 +416,6 @@ PACKAGE_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         states=("exp_avg", "exp_avg_sq", "s", "p0"),
         requires=("the package prodigyopt", "one parameter group"),
         package="prodigyopt",
-        extra=_EXTRA,
         own_schedule=True,
     ),
     OptimizerEntry(
@@ -472,7 +435,6 @@ PACKAGE_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         states=("z", "exp_avg_sq"),
         requires=("the package schedulefree",),
         package="schedulefree",
-        extra=_EXTRA,
         own_schedule=True,
     ),
 )

@@ -186,7 +186,7 @@ class _Choosing(Log):
         package = missing_package(entry, self.situation.packages)
         if package is not None:
             reason = f"{entry.name} needs the package {package}, which is not installed; before "
-            reason += f"training, run pip install 'zerotune[{entry.extra}]'"
+            reason += "training, run pip install 'zerotune[optimizers]'"
             self.decide(OPTIMIZER_TYPE, name.written, entry.name, reason, "warning")
             self.situation = attrs.evolve(self.situation, packages=None)
 
@@ -355,7 +355,7 @@ def require_startable(optimizer: OptimizerChoice, scheduler: SchedulerChoice | N
     if package is not None:
         raise MissingDependencyError(
             f"{entry.name} needs the package {package}, which is not installed",
-            f"pip install 'zerotune[{entry.extra}]'",
+            "pip install 'zerotune[optimizers]'",
             OPTIMIZER_TYPE,
             entry.name,
         )

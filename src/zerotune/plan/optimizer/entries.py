@@ -139,11 +139,9 @@ class OptimizerEntry(Entry):
     requires: tuple[str, ...] = ()
     """Its requirements in words."""
     package: str | None = None
-    """Module of the optional package that provides it (``"prodigyopt"``, ``"mup"``)."""
+    """Module of the optional package that provides it (``"prodigyopt"``)."""
     implementation: str | None = None
     """Class name in the package, if it differs from ``name``."""
-    extra: str | None = None
-    """The zerotune extra that installs the package."""
     own_schedule: bool = False
     """Whether it adapts its own learning rate; if so, no schedule is used by default."""
     streams: bool = False
