@@ -189,7 +189,7 @@ FOR_FRONT_ENDS = {
     f"{_PLAN}.memory.estimate": "workload_of",
     f"{_PLAN}.memory.rates": "CARDS card_platform known_rates",
     f"{_PLAN}.memory.time": "StepTime step_time",
-    f"{_PLAN}.text.plan": "describe shown_and_defaults",
+    f"{_PLAN}.text.plan": "describe",
     f"{_PLAN}.text.memory": "Fit fits estimate_data subject",
     f"{_PLAN}.text.advice": "candidate_data candidates_data rank_budget seconds_words",
     f"{_PLAN}.optimizer.capability": "installed_packages missing_package",

@@ -19,7 +19,6 @@ from zerotune.cli import doctor
 from zerotune.cli.doctor import Checkup
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, PlatformError
-from zerotune.plan.families import family_names
 from zerotune.platform import Platform
 from zerotune.platform.facts import GIB, DeepSpeedSupport
 from zerotune.platform.toolchain import LibAio, Tool, Toolchain
@@ -304,16 +303,6 @@ class TestThisMachine:
         assert done.stdout.startswith("Platform\n")
         assert "Setting accelerator" not in done.stdout + done.stderr
         assert re.match("Verdict: .*DS_ACCELERATOR=xpu", done.stdout.splitlines()[-1])
-
-
-def test_help_does_not_break_names_at_hyphens(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        cli.main(["plan", "advise", "--help"])
-    printed = capsys.readouterr().out
-    assert not re.search(r"\w-\n", printed)
-    for name in family_names():
-        assert name in printed
 
 
 def test_messages_wrap_at_the_width_of_the_terminal(monkeypatch, capsys):

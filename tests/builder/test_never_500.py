@@ -23,7 +23,6 @@ QUICK = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-GET = ("/start",)
 POST = (
     "/preview", "/advise", "/open", "/apply", "/save", "/templates/use",
 )  # fmt: skip
@@ -124,20 +123,6 @@ def test_no_body_breaks_an_endpoint(path, client_of):
     @given(body=bodies)
     def check(body):
         answered(client, path, body)
-
-    check()
-
-
-@pytest.mark.parametrize("path", GET)
-def test_no_query_breaks_an_endpoint(path, client):
-    @QUICK
-    @given(
-        asked=st.dictionaries(
-            st.sampled_from(["path", "stage", "offload", "x"]), st.text(), max_size=3
-        )
-    )
-    def check(asked):
-        assert client.get(f"/api{path}", params=asked).status_code in {200, 422}
 
     check()
 

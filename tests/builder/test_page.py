@@ -671,30 +671,6 @@ def look_at_phone(page):
     page.tab.wait_for_selector("#strip")
 
 
-def test_nothing_is_cut_off_on_a_narrow_screen(chromium, address):
-    context = chromium.new_context(viewport={"width": 320, "height": 800})
-    page = Page(context, address)
-    look(page)
-    for width in (320, 390, 768):
-        page.tab.set_viewport_size({"width": width, "height": 800})
-        wide = page.tab.evaluate(
-            """() => [...document.querySelectorAll("body *")]
-                .filter((each) => each.getBoundingClientRect().right > innerWidth)
-                .map((each) => `${each.tagName} ${each.id || each.className}`)"""
-        )
-        assert page.tab.evaluate("document.documentElement.scrollWidth") <= width, wide
-        broken = page.tab.locator("table.parts td:last-child").evaluate_all(
-            """cells => cells.filter((cell) => {
-                cell.style.overflowWrap = "normal";
-                const out = cell.scrollWidth > cell.clientWidth;
-                cell.style.overflowWrap = "";
-                return out;
-            }).map((cell) => cell.textContent)"""
-        )
-        assert broken == [], "no word of a note is broken"
-    context.close()
-
-
 def test_the_first_links_skip_to_the_form_and_to_the_results(page):
     for words, target in (("Skip to the form", "form"), ("Skip to the results", "summary-title")):
         link = page.tab.locator(".skip", has_text=words)

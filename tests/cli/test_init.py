@@ -1,19 +1,11 @@
 from __future__ import annotations
 
-import contextlib
-import io
-import re
-
 import pytest
 import torch
 import yaml
-from diffusers import DiffusionPipeline
 from PIL import Image
 
-from tests.support import pipelines
-from tests.support.ranks import run_ranks
 from zerotune import cli
-from zerotune.checkpoint import latest_checkpoint
 from zerotune.plan import DeepSpeedPlan, Streaming
 from zerotune.plan.families import family_names, model_family
 from zerotune.training.run_file import RunFile
@@ -86,18 +78,6 @@ class TestWhatIsWritten:
         assert advised.streamed is not None
         assert run.streamed in (advised.streamed, advised.streamed == Streaming())
         assert run.update == (advised.update and advised.update.name)
-
-    def test_activation_offload_is_taken_from_the_advice(self, init, tmp_path):
-        # Reduce the memory until activations have to leave the card too.
-        for vram in (7.0, 6.9, 6.8, 6.7):
-            where = tmp_path / "run"
-            assert init("--vram", str(vram), "--ram", "64") == 0
-            found = written(tmp_path)
-            if found["activation_offload"]:
-                break
-            for file in where.iterdir():
-                file.unlink()
-        assert found["activation_offload"] is True
 
     # Options for clips and ControlNets are tested below.
     @pytest.mark.parametrize(
@@ -177,60 +157,12 @@ class TestWhatIsRefused:
         assert said in refused(*arguments, **others)
         assert not (tmp_path / "run").exists()
 
-    def test_a_folder_that_is_not_a_pipeline_is_refused(self, refused, tmp_path):
-        assert "model_index.json" in refused(*CARD, "--model", str(tmp_path))
-
     def test_a_folder_that_cannot_be_created_is_reported_with_a_fix(self, photos, tmp_path, capsys):
         (tmp_path / "file").write_text("mine")
         folder = str(tmp_path / "file" / "run")
         arguments = ["init", folder, "--family", "sdxl", "--photos", str(photos), *CARD]
         assert cli.main(arguments) == 2
         assert "Fix:" in capsys.readouterr().err
-
-
-def trained(*arguments):
-    """Return the output of ``zerotune train``."""
-    torch.set_num_threads(1)
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        assert cli.main(["train", *arguments]) == 0
-    return printed.getvalue()
-
-
-# tests/cli/test_train.py has such runs in the suite.
-@pytest.mark.nightly
-@pytest.mark.deepspeed
-@pytest.mark.parametrize("lora", [(), ("--lora", "2")], ids=["all", "adapters"])
-def test_the_run_trains_and_resumes(init, tmp_path, lora):
-    model, where = pipelines.sdxl(tmp_path / "model"), tmp_path / "run"
-    tiny = ("--model", str(model), "--resolution", "16", "--steps", "2")
-    assert init(*CARD, *tiny, *lora) == 0
-
-    file = str(where / "run.yaml")
-    (said,) = run_ranks(trained, file)
-
-    assert re.search(r"^2 steps in ", said, re.MULTILINE)
-    assert latest_checkpoint(where / "checkpoints").name.endswith("2")
-    assert sorted(path.name for path in (where / "validation").iterdir())[-1].endswith("2.png")
-    if lora:
-        pipeline = DiffusionPipeline.from_pretrained(model)
-        pipeline.load_lora_weights(where / "adapters")
-    else:
-        DiffusionPipeline.from_pretrained(where / "pipeline")
-
-    (said,) = run_ranks(trained, file, "--set", "steps=3")
-
-    assert re.search(r"^1 steps? in ", said, re.MULTILINE), "it went on from step 2"
-    assert latest_checkpoint(where / "checkpoints").name.endswith("3")
-
-
-def test_images_are_checked_before_a_plan_is_made(tmp_path, capsys):
-    command = ["init", str(tmp_path / "run"), "--family", "sdxl", "--photos"]
-    assert cli.main([*command, str(tmp_path / "none")]) == 2
-    assert capsys.readouterr().err.startswith("error: --photos = ")
-    (tmp_path / "empty").mkdir()
-    assert cli.main([*command, str(tmp_path / "empty")]) == 2
-    assert "contains no readable image" in capsys.readouterr().err
 
 
 def test_what_would_help_names_only_options_of_init(init, capsys):

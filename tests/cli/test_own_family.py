@@ -14,7 +14,7 @@ from tests.diffusion.families.own_family import family_of_the_page
 from tests.support.declared_pipelines import ovis_image
 from zerotune import cli
 from zerotune.diffusion.facts import family_facts
-from zerotune.diffusion.models.declared import Sana, Wan
+from zerotune.diffusion.models.declared import Sana
 from zerotune.plan import DeepSpeedPlan, ModelFacts
 from zerotune.plan.families import model_family
 from zerotune.platform import Platform
@@ -108,13 +108,6 @@ def test_a_module_in_the_working_directory_is_found(folder, tmp_path, monkeypatc
     advice = said(capsys, "plan", "advise", "--family", "my_family:Mine", *CARD, "--json")
     assert advice["fits"] is True
     assert str(tmp_path) not in sys.path
-
-
-def test_a_video_family_has_the_frames_of_its_pipeline():
-    found = family_facts(Wan)
-    assert (found.frames, found.facts.frames_per_latent) == (81, 4)
-    usual = model_family("wan-14b").facts.activations.full
-    assert found.facts.activations.full.per_pixel == pytest.approx(usual.per_pixel, rel=1e-6)
 
 
 def test_the_estimate_keeps_the_base_of_a_controlnet_on_the_device():

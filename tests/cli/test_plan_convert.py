@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -63,38 +61,6 @@ def test_a_file_that_accelerate_rejects_becomes_one_that_it_starts(folder, aroun
     assert not launcher_refuses("x.yaml")
 
 
-def test_accelerate_launch_starts_the_written_file(folder):
-    (folder / "ds.json").write_text(
-        json.dumps(
-            {
-                "train_micro_batch_size_per_gpu": 1,
-                "bf16": {"enabled": True},
-                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-            }
-        )
-    )
-    (folder / "script.py").write_text(
-        "import os; print('stage', os.environ['ACCELERATE_USE_DEEPSPEED'])"
-    )
-    assert cli.main(["plan", "convert", "ds.json", "--to", "accelerate", "-o", "x.yaml"]) == 0
-    launched = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "accelerate.commands.launch",
-            "--config_file",
-            "x.yaml",
-            "script.py",
-        ],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert launched.returncode == 0, launched.stderr
-    assert launched.stdout.endswith("stage true\n")
-
-
 def test_settings_that_the_format_cannot_hold_are_refused_unless_they_are_named(folder, capsys):
     (folder / "a.yaml").write_text(SHARED)
     assert cli.main(["plan", "convert", "a.yaml", "--to", "deepspeed", "-o", "x.json"]) == 2
@@ -113,45 +79,8 @@ def test_settings_that_the_format_cannot_hold_are_refused_unless_they_are_named(
     assert "zerotune: [warning] launch.num_processes: 2 -> unset" in printed.err
 
 
-def test_process_settings_are_left_to_the_launcher_with_a_note(folder, capsys):
-    assert cli.main(["plan", "convert", "a.yaml", "--to", "deepspeed"]) == 0
-    printed = capsys.readouterr()
-    assert json.loads(printed.out) == {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "zero_optimization": {"stage": 2},
-    }
-    assert "launch.num_processes: 2 -> unset (the setting only affects" in printed.err
-
-
 def test_an_invalid_plan_gives_status_2_and_writes_nothing(folder, capsys):
     (folder / "ds.json").write_text('{"zero_optimization": {"stage": 9}}')
     assert cli.main(["plan", "convert", "ds.json", "--to", "accelerate", "-o", "x.yaml"]) == 2
     assert "zero_optimization.stage = 9" in capsys.readouterr().err
     assert not (folder / "x.yaml").exists()
-
-
-def test_an_unknown_format_is_refused(folder):
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["plan", "convert", "ds.json", "--to", "toml"])
-    assert stopped.value.code == 2
-
-
-def test_precision_accumulation_and_clipping_become_deepspeed_keys(folder, capsys):
-    around = {"mixed_precision": "bf16", "gradient_accumulation_steps": 4, "max_grad_norm": 0.5}
-    (folder / "config.json").write_text(json.dumps({**around, "deepspeed_config": {}}))
-    assert cli.main(["plan", "convert", "config.json", "--to", "deepspeed"]) == 0
-    assert json.loads(capsys.readouterr().out) == {
-        "gradient_accumulation_steps": 4,
-        "gradient_clipping": 0.5,
-        "bf16": {"enabled": True},
-    }
-
-
-def test_each_dropped_launcher_default_is_named(folder, capsys):
-    (folder / "a.yaml").write_text(YAML.replace("{", "{compute_environment: LOCAL_MACHINE, ", 1))
-    assert cli.main(["plan", "convert", "a.yaml", "--to", "deepspeed"]) == 0
-    dropped = "launch.compute_environment: 'LOCAL_MACHINE' -> unset (it is the launcher's default)"
-    assert dropped in capsys.readouterr().err

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from unittest import mock
 
 import pytest
 import torch
@@ -16,10 +14,6 @@ from tests.support import pipelines
 from tests.support.ranks import run_ranks
 from zerotune import cli
 from zerotune.checkpoint import latest_checkpoint
-from zerotune.errors import ZeroTuneError
-from zerotune.plan import Streaming
-from zerotune.training.run_file import RunFile
-from zerotune.training.trainer import Trainer
 
 
 @pytest.fixture
@@ -90,22 +84,6 @@ def test_adapters_train_on_two_ranks_under_an_advised_plan(run_file):
     assert list((run_file.parent / "result" / "adapters").glob("*.safetensors"))
 
 
-@pytest.mark.deepspeed
-def test_a_file_asks_for_streamed_weights(run_file):
-    options = ("--set", "streamed.window=2", "--set", "steps=1", "--set", "plan.bf16.enabled=true")
-    assert run_ranks(streamed_as, str(run_file), *options) == [Streaming(window=2)]
-
-
-@pytest.mark.deepspeed
-def test_units_that_the_model_lacks_are_named_with_their_line(run_file):
-    content = yaml.safe_load(run_file.read_text())
-    content["plan"] |= {"bf16": {"enabled": True}}
-    text = yaml.safe_dump({"streamed": {"units": ["Foo"]}, **content}, sort_keys=False)
-    run_file.write_text(text)
-    (said,) = run_ranks(failure, str(run_file))
-    assert "run.yaml, line 2: streamed.units = 'Foo': " in said
-
-
 def test_a_check_refuses_units_that_the_model_lacks(run_file, capsys):
     asked = ["train", str(run_file), "--check", "--set", "plan.bf16.enabled=true"]
     assert cli.main([*asked, "--set", "streamed.units=Foo"]) == 2
@@ -144,23 +122,6 @@ def test_a_check_takes_the_model_of_the_folder_before_the_family(run_file, capsy
     small = capsys.readouterr().out
     assert "model           UNet2DConditionModel" in small
     assert "859," not in small
-
-
-def failure(path):
-    from zerotune.training.run import train
-
-    with pytest.raises(ZeroTuneError) as raised:
-        train(RunFile.load(path))
-    return str(raised.value)
-
-
-def streamed_as(*arguments):
-    found = []
-    watched = mock.patch.object(Trainer, "fit", lambda self, **_: found.append(self.engine.plan))
-    # The run has no report.
-    with watched, contextlib.suppress(AttributeError):
-        trained(*arguments)
-    return found[0].streamed
 
 
 def test_a_check_resolves_the_plan_as_a_start_does(run_file, capsys):

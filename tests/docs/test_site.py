@@ -81,13 +81,6 @@ def test_only_wide_tables_scroll_sideways_and_they_do_so_by_keyboard(tab, site):
     )
 
 
-def test_the_fits_page_is_at_most_two_screens_long(tab, site):
-    tab.goto((site / "fits.html").as_uri())
-    assert tab.evaluate("() => document.documentElement.scrollHeight") <= 2 * SCREEN["height"]
-    tab.locator("details > summary").first.click()
-    assert tab.locator("details[open] table").first.is_visible()
-
-
 def test_attributes_are_described_completely_and_only_once(site):
     for page in site.glob("api/*.html"):
         # A colon in the first line would make napoleon take the words before it for a type.

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -107,36 +104,6 @@ def ask(files):
     }
 
 
-RENDERING = ("test_resolving.py", "test_rendering.py", "test_sizing.py", "test_explaining.py")
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
-    """Record every configuration that the tests of resolving and rendering make, one file each."""
-    here = Path(__file__).parent
-    folder = tmp_path_factory.mktemp("recorded")
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith("PYTEST_") and name != "ZEROTUNE_UPDATE_GOLDEN"
-    }
-    plugins = ("-p", "tests.plan.recording", "-p", "no:cacheprovider", "-p", "no:xdist")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *plugins, *(str(here / file) for file in RENDERING)],
-        cwd=here.parents[1],
-        env={**inherited, "ZEROTUNE_RECORD": str(folder / "all.json")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
-    files = []
-    for number, config in enumerate(json.loads((folder / "all.json").read_text())):
-        files.append(folder / f"{number}.json")
-        files[-1].write_text(json.dumps(config))
-    return files
-
-
 @pytest.fixture(scope="module")
 def deepspeed():
     (found,) = run_ranks(ask, [str(file) for file in GOLDEN])
@@ -167,17 +134,6 @@ def meant(file):
 @pytest.mark.parametrize("file", GOLDEN, ids=lambda file: file.stem)
 def test_deepspeed_reads_the_rendered_values_as_intended(file, deepspeed):
     assert deepspeed["accepted"][str(file)] == meant(file)
-
-
-# The suite asks about golden files, above, and starts engines of many plans.
-@pytest.mark.nightly
-def test_deepspeed_accepts_every_configuration_the_tests_render(recorded):
-    assert len(recorded) > 40
-    stages = {json.loads(file.read_text())["zero_optimization"]["stage"] for file in recorded}
-    assert stages == {0, 1, 2, 3}
-    (deepspeed,) = run_ranks(ask, [str(file) for file in recorded])
-    for file in recorded:
-        assert deepspeed["accepted"][str(file)] == meant(file), file.read_text()
 
 
 LEGACY = {"cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory"}

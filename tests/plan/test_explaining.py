@@ -65,12 +65,6 @@ def test_the_explanation_shows_choices_and_folders(cuda):
     assert "the learning rate is constant" in resolved.explain()
 
 
-def test_the_explanation_names_the_plain_engine(reference_a, no_deepspeed):
-    text = DeepSpeedPlan.from_dict(reference_a).resolve(platform=no_deepspeed).explain()
-    assert "plain engine (DeepSpeed is off)" in text
-    assert "nothing is partitioned" in text
-
-
 def test_the_summary_of_a_resolved_plan_is_plain_data(reference_a, cuda):
     resolved = DeepSpeedPlan.from_dict(reference_a).resolve(platform=cuda)
     summary = attrs.evolve(resolved, optimizer=ADAMW, scheduler=None).summary()
@@ -111,12 +105,6 @@ def test_the_summary_of_a_plan_is_plain_data(reference_a):
     assert summary["optimizer"]["name"] == "AdamW"
     assert summary["optimizer"]["params"]["lr"] == "auto"
     assert summary["decisions"][0]["key"] == "bf16.enabled"
-
-
-def test_an_empty_plan_has_a_summary_with_empty_values():
-    summary = DeepSpeedPlan.from_dict({}).summary()
-    assert summary["optimizer"] is None
-    assert summary["train_batch_size"] is None
 
 
 def test_the_findings_depend_on_the_world_size(reference_a):

@@ -14,7 +14,6 @@ import attrs
 import pytest
 
 from zerotune import DeepSpeedPlan
-from zerotune.decisions import Decision
 from zerotune.errors import (
     InvalidValueError,
     PlanError,
@@ -34,13 +33,6 @@ def bomb(levels: int) -> str:
     for level in range(1, levels):
         lines.append(f"- &a{level} [" + ", ".join([f"*a{level - 1}"] * 9) + "]")
     return "\n".join(lines) + f"\nzero_stage: *a{levels - 1}\n"
-
-
-class Huge:
-    """A value whose ``repr`` would take a lot of memory."""
-
-    def __repr__(self) -> str:
-        raise AssertionError("written out although no letter of it is shown")
 
 
 class TestYaml:
@@ -92,10 +84,6 @@ class TestYaml:
 
 
 class TestJson:
-    def test_numbers_with_too_many_digits_are_refused(self):
-        with pytest.raises(PlanSyntaxError, match="too long"):
-            parse_json("9" * 401, source="x")
-
     @pytest.mark.parametrize(
         "config",
         [
@@ -116,26 +104,6 @@ class TestJson:
         with pytest.raises(PlanSyntaxError, match="surrogate"):
             parse_json('{"\ud800": 1}', source="x")
         assert parse_json('["\\ud83d\\ude00", "\\\\ud800"]', source="x")[0] == ["😀", "\\ud800"]
-
-    @pytest.mark.parametrize("comment", ["// c\n", "# c\n", "/* c */", "//\n"])
-    def test_many_comments_are_tolerated_and_named_once(self, comment):
-        read, tolerated = parse_json("{" + comment * 100_000 + '"a": 1}', source="x")
-        assert read == {"a": 1}
-        assert tolerated == ["comments"]
-
-    @pytest.mark.parametrize("text", ["[,]", "{,}", '{"a":,}', "[1,,]", ",", '{"a",}', "[// x\n,]"])
-    def test_a_comma_without_a_value_before_it_is_refused(self, text):
-        with pytest.raises(PlanSyntaxError):
-            parse_json(text, source="x")
-
-    @pytest.mark.parametrize(
-        "text",
-        ['"' + '\\"' * 600_000, "/*" * 600_000, "[1" + " ," * 600_000, "{" * 1_100_000,
-         "[" + "1," * 600_000 + "x]", '{"a": 1, "a": 2, "b": "' + "x" * 1_100_000 + '"}'],
-    )  # fmt: skip
-    def test_long_text_that_is_not_json_is_refused(self, text):
-        with pytest.raises(PlanSyntaxError):
-            parse_json(text, source="x")
 
     def test_text_nested_to_the_limit_is_read(self):
         assert parse_json("[" * 100 + "]" * 100, source="x")
@@ -188,19 +156,6 @@ class TestValues:
             DeepSpeedPlan.from_dict({"train_batch_size": value})
         assert len(str(caught.value)) < 400
 
-    def test_only_the_shown_part_of_a_value_is_rendered(self):
-        assert len(shorten([*range(200), Huge()])) == 120
-        decision = Decision(key="k", before=[*range(2000), Huge()], after=1, reason="r")
-        assert len(str(decision)) < 2000
-
-    @pytest.mark.parametrize(
-        "value",
-        [1, -1, 1.5, True, None, "x", "it's", b"x", (), (1,), (1, 2), [], [1, [2]], {},
-         {"a": {1: ()}}, {1}, object, 10**300],
-    )  # fmt: skip
-    def test_a_short_value_is_shown_by_its_repr(self, value):
-        assert shorten(value, 1000) == repr(value)
-
     def test_a_number_too_long_for_python_to_print_is_shown_in_hex(self):
         assert shorten(-(2**40_000)) == "-0x8000000000000000…"
 
@@ -228,9 +183,6 @@ class TestValues:
     def test_unpaired_surrogates_are_refused_in_every_text(self, config):
         with pytest.raises(InvalidValueError, match="surrogate"):
             DeepSpeedPlan.from_dict(config)
-
-    def test_null_is_kept_in_passed_through_keys(self):
-        assert DeepSpeedPlan.from_dict({"log_level": None}).to_dict() == {"log_level": None}
 
     def test_plans_derived_from_one_another_share_no_mutable_state(self):
         plan = DeepSpeedPlan.from_dict({"tensorboard": {"enabled": True}, "_note": [1]})

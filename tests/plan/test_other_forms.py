@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from zerotune.errors import InvalidValueError, PlanSyntaxError
+from zerotune.errors import InvalidValueError
 from zerotune.plan import DeepSpeedPlan
 
 LIVE = {
@@ -99,18 +99,3 @@ def test_a_file_for_other_training_gets_no_advice_that_accelerate_would_ignore(t
     assert "choose DeepSpeed" in caught.value.fix
     assert "add a deepspeed_config block" not in caught.value.fix
     assert ("FULL_SHARD" in caught.value.fix) == (kind == "FSDP")
-
-
-def test_hjson_is_recognised_and_the_error_shows_the_conversion(tmp_path):
-    with pytest.raises(PlanSyntaxError, match=r"is HJSON, .*hjson\.tool"):
-        DeepSpeedPlan.load(written(tmp_path, "ds.hjson", "{a: 1}"))
-    named = written(tmp_path, "config.json", '{"deepspeed_config": "ds.hjson"}')
-    with pytest.raises(PlanSyntaxError, match="is HJSON"):
-        DeepSpeedPlan.from_json(named)
-
-
-def test_toml_is_recognised_in_the_error(tmp_path):
-    with pytest.raises(PlanSyntaxError, match="is TOML"):
-        DeepSpeedPlan.load(written(tmp_path, "sdxl.toml", "[general]\ndeepspeed = true\n"))
-    with pytest.raises(PlanSyntaxError, match="is TOML"):
-        DeepSpeedPlan.from_dict({"deepspeed": written(tmp_path, "a.toml", "a = 1").as_posix()})

@@ -30,7 +30,7 @@ from zerotune.plan.section import leaves, value_at
 from zerotune.plan.sections import OFFLOAD_DEVICES
 from zerotune.plan.text.advice import rank_budget, seconds_words
 from zerotune.plan.text.memory import Fit, estimate_data, fits, subject
-from zerotune.plan.text.plan import describe, shown_and_defaults
+from zerotune.plan.text.plan import describe
 from zerotune.plan.values import AUTO
 from zerotune.plan.write import launchable
 from zerotune.platform import Platform
@@ -54,10 +54,11 @@ def notable_decisions(
 ) -> list[Decision]:
     """Return the decisions that are neither DeepSpeed's defaults nor among ``findings``."""
     unique: list[Decision] = []
-    for decision in shown_and_defaults(decisions)[0]:
-        if decision not in findings and decision not in unique:
+    for decision in decisions:
+        known = decision in findings or decision in unique
+        if decision.is_shown and not decision.is_default and not known:
             unique.append(decision)
-    return unique
+    return worst_first(unique)
 
 
 def _plan_error(reason: str) -> Decision:

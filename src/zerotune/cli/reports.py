@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, Final
 
 import attrs
@@ -61,14 +60,10 @@ def _draw_chart(
     estimate: MemoryEstimate, budget: RankBudget, arguments: argparse.Namespace
 ) -> None:
     if arguments.chart:
-        folder = Path(arguments.chart).resolve().parent
-        new = not folder.exists()
         try:
             plot_memory(estimate, arguments.chart, budget=budget)
         except InvalidValueError as error:
             raise InvalidValueError(error.reason, error.fix, "--chart", arguments.chart) from error
-        if new:
-            tell(f"created the folder {folder} for the chart")
 
 
 # -- convert

@@ -306,21 +306,8 @@ YAML_SUFFIXES = (".yaml", ".yml")
 
 def parse_file(text: str, path: Path) -> tuple[Any, list[str]]:
     """Parse the text of a file according to its suffix; return the same as ``parse_json``."""
-    suffix = path.suffix.lower()
-    if suffix in YAML_SUFFIXES:
+    if path.suffix.lower() in YAML_SUFFIXES:
         return parse_yaml(text, source=str(path)), []
-    other = {
-        ".toml": (
-            "is TOML, a format for trainers' settings but not for DeepSpeed configurations",
-            "pass the JSON or YAML file that is named in it or on the trainer's command line",
-        ),
-        ".hjson": (
-            "is HJSON, which is not supported",
-            "convert it to JSON: python -m hjson.tool -j FILE",
-        ),
-    }.get(suffix)
-    if other is not None:
-        raise _misplaced(text, str(path), 0, *other)
     return parse_json(text, source=str(path))
 
 
@@ -450,16 +437,16 @@ def parse_any(text: str, *, source: str) -> tuple[Any, list[str]]:
     Args:
         text: JSON, or YAML as accelerate writes it.
         source: Name of the file, for its suffix and for errors. Unless the suffix is one of YAML,
-            HJSON or TOML, the text is parsed as JSON and, if that fails, as YAML.
+            the text is parsed as JSON and, if that fails, as YAML.
 
     Returns:
         The value, and the kinds of tolerated deviations from JSON.
 
     Raises:
-        PlanFileError: The text is too large, or its suffix is not supported.
+        PlanFileError: The text is too large.
         PlanSyntaxError: The text is neither JSON nor YAML.
     """
-    if Path(source).suffix.lower() in (*YAML_SUFFIXES, ".hjson", ".toml"):
+    if Path(source).suffix.lower() in YAML_SUFFIXES:
         return parse_file(text, Path(source))
     try:
         return parse_json(text, source=source)

@@ -101,17 +101,16 @@ class _Translating:
         zero = self.section.get("zero_optimization", {})
         if _SAVED_WHOLE not in self.section or not isinstance(zero, Mapping):
             return
-        written = {name: zero[name] for name in (_GATHER, *_GATHER_ALIASES) if name in zero}
         del self.section[_SAVED_WHOLE]
-        if any(each != value for each in written.values()):
+        if any(zero.get(name, value) != value for name in (_GATHER, *_GATHER_ALIASES)):
             raise PlanConflictError(
-                f"is also set as {next(iter(written))!r} in zero_optimization, to a "
-                "different value",
+                "is also set in zero_optimization, to a different value",
                 key=_SAVED_WHOLE,
                 value=value,
                 edits=[REMOVAL],
             )
-        self.section["zero_optimization"] = dict(zero) if written else {**zero, _GATHER: value}
+        if zero.keys().isdisjoint(_GATHER_ALIASES):
+            self.section["zero_optimization"] = {**zero, _GATHER: value}
         self.log.decide(
             _SAVED_WHOLE,
             value,

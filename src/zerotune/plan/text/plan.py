@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from zerotune._util.table import Block, Line, Page, Table, brief_of, page_of, plain_value
 from zerotune._util.text import counted, format_size
-from zerotune.decisions import SEVERITIES, Decision, worst_first
+from zerotune.decisions import SEVERITIES, Decision
 from zerotune.errors import UNSET
 from zerotune.plan.context import Context, MastersName
 from zerotune.plan.optimizer.choices import OptimizerChoice, SchedulerChoice
@@ -186,14 +186,6 @@ def _finding_data(one: Decision) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     return None if value is UNSET else plain_value(value)
-
-
-def shown_and_defaults(decisions: Iterable[Decision]) -> tuple[list[Decision], list[Decision]]:
-    """Split ``decisions`` into those to show (warnings first) and DeepSpeed's defaults."""
-    every = [decision for decision in decisions if decision.is_shown]
-    shown = [decision for decision in every if not decision.is_default]
-    defaults = [decision for decision in every if decision.is_default]
-    return worst_first(shown), defaults
 
 
 # -- Reports of the data.
