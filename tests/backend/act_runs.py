@@ -13,7 +13,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -364,32 +364,16 @@ def play_all(name: str, kind: Kind, modes: tuple[Mode, ...], after: int) -> list
     return [play(name, kind, mode, after) for mode in modes]
 
 
-def run(name: str, kind: Kind, modes: tuple[Mode, ...], after: int) -> list[Played]:
-    """Return the runs of all modes."""
-    (found,) = run_ranks(play_all, name, kind, modes, after, timeout_s=TIMEOUT_S)
-    return found
-
-
 def cell(name: str, kind: Kind, modes: tuple[str, ...], after: int = AFTER) -> dict[str, str]:
-    """Return the verdict on an act under a kind of engine, by mode.
-
-    A run that fails after others in one process is repeated alone.
-    """
+    """Return the verdict on an act under a kind of engine, by mode."""
     wanted = tuple(MODES[mode] for mode in modes)
-    found: dict[str, str] = {}
-    with suppress(RanksFailed):
-        theirs, *others = run(name, kind, (ORACLE, *wanted), after)
-        for mode, mine in zip(wanted, others, strict=True):
-            found[mode.name] = verdict(name, mode, mine, theirs)
-    if failed := [mode for mode in wanted if found.get(mode.name, "FAIL").startswith("FAIL")]:
-        try:
-            (theirs,) = run(name, kind, (ORACLE,), after)
-            for mode in failed:
-                (mine,) = run(name, kind, (mode,), after)
-                found[mode.name] = verdict(name, mode, mine, theirs)
-        except RanksFailed as error:
-            return {**found, "died": f"FAIL {str(error)[-400:]}"}
-    return found
+    try:
+        (found,) = run_ranks(play_all, name, kind, (ORACLE, *wanted), after, timeout_s=TIMEOUT_S)
+    except RanksFailed as error:
+        return {"died": f"FAIL {str(error)[-400:]}"}
+    theirs, *others = found
+    pairs = zip(wanted, others, strict=True)
+    return {mode.name: verdict(name, mode, mine, theirs) for mode, mine in pairs}
 
 
 def without(played: Played, names: tuple[str, ...]) -> Played:
