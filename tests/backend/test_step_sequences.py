@@ -561,6 +561,6 @@ def test_autocast_around_a_call_computes_as_in_torch():
             pair.check()
 
 
-@pytest.mark.parametrize("count", [30, *nightly(2000)])
+@pytest.mark.parametrize("count", [40, *nightly(2000)])
 def test_sequences_of_calls_do_what_torch_does_or_are_refused(count):
     run(count)
