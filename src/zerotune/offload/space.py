@@ -15,7 +15,7 @@ from zerotune.errors import OffloadError
 from zerotune.offload.lease import find_leases
 from zerotune.offload.root import SwapRoot, Target
 from zerotune.plan.memory.items import PHASES, Workload
-from zerotune.plan.memory.swap_files import SwapCounter, SwapFiles
+from zerotune.plan.memory.swap_files import SwapFiles, swap_files
 
 if TYPE_CHECKING:
     from zerotune.plan.plan import ResolvedPlan
@@ -90,12 +90,12 @@ def swap_needs(resolved: ResolvedPlan) -> SwapNeeds | None:
     model = resolved.model
     if model is None:
         return None
-    count = SwapCounter(resolved=resolved, model=model)
     files: dict[Target, SwapFiles] = {}
+    weights, *others = swap_files(resolved, model).values()
     if resolved.offload_param == "nvme":
-        files["param"] = count.weights
+        files["param"] = weights
     if resolved.offload_optimizer == "nvme":
-        files["optimizer"] = count.masters + count.states + count.gradients
+        files["optimizer"] = sum(others, SwapFiles())
     return SwapNeeds(files=files)
 
 

@@ -98,21 +98,10 @@ class TestText:
         too_big = lines.index("  too big   42.00   0.00  0.00          ZeRO-0, with checkpointing:")
         assert lines[too_big + 1].strip().startswith("missing device 30.00 GiB; optimizer states")
 
-    def test_the_reason_for_the_choice_is_shown_once(self, advice):
-        text = " ".join(page(advice).split())
-        assert text.count("the lowest stage that fits") == 1
-
     def test_the_text_fits_any_terminal_width(self, advice):
         text = page(advice)
         assert text.isascii()
         assert max(map(len, text.splitlines())) <= 100
-
-    def test_nvme_is_shown_only_if_available(self, advice):
-        budget = attrs.evolve(advice.budget, nvme=500 * GIB, reserve=0.0)
-        text = page(attrs.evolve(advice, budget=budget))
-        assert "500.00 GiB of NVMe" in text
-        assert "NVMe 500.00 GiB" in text
-        assert "kept free" not in text
 
     def test_the_nearest_candidate_shows_what_is_missing(self, advice):
         budget = {"device": 12 * GIB, "host": 64 * GIB, "nvme": 0}

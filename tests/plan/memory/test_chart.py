@@ -28,12 +28,6 @@ class TestPanels:
         assert labels(host) == ["optimizer states 16.00", "master weights 8.00"]
         assert device.get_title(loc="left") == ("device: 7.50 GiB at the peak, during set-up")
 
-    def test_segments_are_stacked_to_scale(self, estimate):
-        (axes, _) = draw_panels("", panels(estimate)).axes
-
-        pieces = [(bar.get_x(), bar.get_width()) for bar in axes.patches]
-        assert pieces == [(0, 4), (4, 3.5)]
-
     def test_repeated_components_are_one_segment(self, make_estimate, make_item):
         made = make_estimate(
             make_item("buckets", "device", 1), make_item("weights", "device", 1.5),

@@ -76,12 +76,6 @@ def test_the_text_fits_any_terminal_width(estimate, make_item):
     assert not any(line != line.rstrip() for line in text.splitlines())
 
 
-def test_the_text_names_the_workload(make_estimate):
-    text = make_estimate(height=None, width=None, ema="nvme").explain()
-    assert "batch 2, activations not estimated, EMA in files (NVMe)" in text
-    assert "without gradient checkpointing" in make_estimate(gradient_checkpointing=False).explain()
-
-
 def test_memory_over_its_budget_is_reported_and_marked(estimate):
     page = estimate_page(estimate_data(estimate, {"device": 5 * GIB, "nvme": GIB}))
 
@@ -98,9 +92,3 @@ def test_places_without_need_or_budget_are_hidden(make_estimate, make_item):
     assert fits(make_estimate()) == ()
     limited = fits(make_estimate(make_item("swap", "nvme", 2)), {"nvme": 0})
     assert [(fit.place, fit.fits) for fit in limited] == [("nvme", False)]
-
-
-def test_small_models_are_shown_in_smaller_units(make_estimate, make_item):
-    small = make_estimate(make_item("weights", "device", 3 / 1024))
-
-    assert "3.00 MiB" in small.explain()

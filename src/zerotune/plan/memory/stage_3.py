@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from zerotune.plan.memory.costing import BACKWARD, INITIALIZATION, STEP, TRAINING, Costing
 from zerotune.plan.memory.items import MemoryItem
-from zerotune.plan.memory.swap_files import SwapCounter
+from zerotune.plan.memory.swap_files import swap_files
 from zerotune.plan.memory.whole import kept_in, share_of
 from zerotune.plan.resolve.sizes import gathered_together
 from zerotune.plan.sections import OffloadSection, ZeroSection, pins
@@ -75,7 +75,7 @@ def _weights(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
 
 
 def _weights_in_files(case: Costing, section: OffloadSection) -> Iterator[MemoryItem]:
-    files = SwapCounter(resolved=case.resolved, model=case.model).weights
+    files = swap_files(case.resolved, case.model)["weights"]
     yield case.item("weights", "nvme", files.nbytes, note=case.resolved.precision)
     yield case.item("weights", "host", files.stays, note="too small to swap")
     size, count = int(section.buffer_size or 0), int(section.buffer_count or 0)
@@ -166,14 +166,11 @@ def _share_on_device(case: Costing) -> Iterator[MemoryItem]:
 def _optimizer_in_files(
     case: Costing, zero: ZeroSection, section: OffloadSection | None
 ) -> Iterator[MemoryItem]:
-    part, files = case.owned, SwapCounter(resolved=case.resolved, model=case.model)
-    for component, one in (
-        ("master weights", files.masters),
-        ("optimizer states", files.states),
-        ("gradients", files.gradients),
-    ):
-        yield case.item(component, "nvme", one.nbytes, note="fp32")
-        yield case.item(component, "host", one.stays, note="fp32, too small to swap")
+    part, files = case.owned, swap_files(case.resolved, case.model)
+    for component in ("master weights", "optimizer states", "gradients"):
+        yield case.item(component, "nvme", files[component].nbytes, note="fp32")
+        stays = files[component].stays
+        yield case.item(component, "host", stays, note="fp32, too small to swap")
     count = int(section.buffer_count or 0) if section is not None else 0
     group = _largest_group(case)
     yield case.locked(

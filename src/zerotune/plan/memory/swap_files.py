@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final
 
 import attrs
 
-from zerotune._util.text import is_integer
 from zerotune.plan.facts import ModelFacts
 from zerotune.plan.optimizer.names import entry_of
 from zerotune.plan.resolve.sizes import AIO_BLOCK, SMALLEST_SWAP_BYTES, SUB_GROUP_NVME, sub_groups
@@ -41,51 +40,39 @@ class SwapFiles:
         )
 
 
-@attrs.frozen(kw_only=True)
-class SwapCounter:
-    """Swap files of one rank, as DeepSpeed 0.19.8 writes them (``runtime/swap_tensor``).
+def swap_files(resolved: Resolved, model: ModelFacts) -> dict[str, SwapFiles]:
+    """Return the swap files of one rank, as DeepSpeed 0.19.8 writes them (``runtime/swap_tensor``).
 
     Tensors smaller than 1 MiB or smaller than an aio block stay in memory. Each parameter's
     partition is one file. Each sub-group of the optimizer has one file for its master weights and
     one for each state. The gradients of each parameter form a separate file. Sizes are rounded up
     to a multiple of 1024 bytes times the number of aio threads.
+
+    Args:
+        resolved: The plan.
+        model: The model's facts.
+
+    Returns:
+        The files by component: ``"weights"`` in the model's precision; ``"master weights"``,
+        ``"optimizer states"`` and ``"gradients"`` in fp32.
     """
+    aio, zero, ranks = resolved.plan.aio, resolved.plan.zero_optimization, resolved.world_size
+    block: Any = (aio and aio.block_size) or AIO_BLOCK
+    threads: Any = (aio and aio.intra_op_parallelism) or 1
+    group: Any = (zero and zero.sub_group_size) or SUB_GROUP_NVME
+    least, unit = max(SMALLEST_SWAP_BYTES, block), _ALIGNMENT * threads
 
-    resolved: Resolved
-    model: ModelFacts
-
-    def _files(self, numels: Iterable[int], element: int) -> SwapFiles:
-        aio = self.resolved.plan.aio
-        block, threads = (aio.block_size, aio.intra_op_parallelism) if aio else (None, None)
-        least = max(SMALLEST_SWAP_BYTES, block if is_integer(block) and block else AIO_BLOCK)
-        unit = _ALIGNMENT * (threads if is_integer(threads) and threads else 1)
+    def files(numels: Iterable[int], element: int) -> SwapFiles:
         sizes = [element * numel for numel in numels]
         swapped = [-(-size // unit) * unit for size in sizes if size >= least]
         stays = sum([size for size in sizes if size < least])
         return SwapFiles(nbytes=sum(swapped), count=len(swapped), stays=stays)
 
-    @property
-    def weights(self) -> SwapFiles:
-        """Weights in the model's precision."""
-        element = 4 if self.resolved.precision == "fp32" else 2
-        return self._files(self.model.parts(self.resolved.world_size), element)
-
-    @property
-    def masters(self) -> SwapFiles:
-        """Master weights."""
-        zero = self.resolved.plan.zero_optimization
-        size = None if zero is None else zero.sub_group_size
-        limit = size if is_integer(size) else SUB_GROUP_NVME
-        return self._files(sub_groups(self.model, self.resolved.world_size, limit), 4)
-
-    @property
-    def states(self) -> SwapFiles:
-        """States of the optimizer."""
-        choice = self.resolved.optimizer
-        states = entry_of(choice.name).states_per_weight(choice.params)
-        return self.masters.times(math.ceil(states))
-
-    @property
-    def gradients(self) -> SwapFiles:
-        """Gradients in fp32."""
-        return self._files(self.model.trainable_parts(self.resolved.world_size), 4)
+    choice, masters = resolved.optimizer, files(sub_groups(model, ranks, group), 4)
+    states = math.ceil(entry_of(choice.name).states_per_weight(choice.params))
+    return {
+        "weights": files(model.parts(ranks), 4 if resolved.precision == "fp32" else 2),
+        "master weights": masters,
+        "optimizer states": masters.times(states),
+        "gradients": files(model.trainable_parts(ranks), 4),
+    }
