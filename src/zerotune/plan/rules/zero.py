@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any, Final
@@ -136,11 +135,7 @@ def stage_auto(case: Case, this: Rule) -> Findings:
 
 @rule("removed-section", "error", reason="DeepSpeed 0.19 removed {what}", edits=(REMOVAL,))
 def removed_section(case: Case, this: Rule) -> Findings:
-    """A section that DeepSpeed 0.19 removed is an error unless an older DeepSpeed is installed."""
-    here = case.context.platform
-    release = re.match(r"(\d{1,9})\.(\d{1,9})", here.versions.get("deepspeed", "") if here else "")
-    if release is not None and (int(release[1]), int(release[2])) < (0, 19):
-        return
+    """DeepSpeed 0.19 removed a section."""
     zero = case.plan.zero_optimization
     places = (
         ("", case.plan.extra, known_keys.REMOVED),
