@@ -77,7 +77,6 @@ def test_deepspeeds_own_checkpoints_resume_without_deepspeed(name, world_size, t
     assert len(names) > 3 * 10
     assert [n for n in names if actual["state"][n] != expected["state"][n]] == []
     assert actual["step"] == anywhere.BEFORE
-    assert any(d.startswith("engine: 'deepspeed' -> 'plain'") for d in actual["decisions"])
     assert not any(d.startswith("optimizer.states") for d in actual["decisions"])
     assert anywhere.apart(expected["losses"], actual["losses"]) <= 5e-5
 
