@@ -235,40 +235,27 @@ def loaded(adapted: Adapted, file: Any) -> Any:
     return model
 
 
-def follow(case: Case, adapted: Adapted, folder: str, steps: int, half: int) -> dict[str, Any]:
-    """Train, saving half way; export the adapters and their EMA."""
+def follow(
+    case: Case, adapted: Adapted, folder: str, steps: int, half: int, *, resumed: bool = False
+) -> dict[str, Any]:
+    """Train, saving half way, or resume there with other initial adapters; export all adapters."""
     model = adapted.model()
-    before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    for parameter in trained.values() if resumed else ():
+        parameter.data.normal_()
+    before = {name: parameter.detach().clone() for name, parameter in trained.items()}
     engine = start(case, model)
     ema = EMAShadow(decay=0.9).attach(engine)
+    if resumed:
+        load_checkpoint(f"{folder}/half", engine=engine, shadows={"ema": ema})
     losses = []
-    for index in range(steps):
+    for index in range(half if resumed else 0, steps):
         losses.append(step(engine, adapted, index))
         ema.step()
         if index + 1 == half:
             save_checkpoint(f"{folder}/half", engine=engine, shadows={"ema": ema})
     found = {"losses": losses, **state_of(engine, before), **exported(engine, adapted, ema, folder)}
     found["swapped"] = swapped(engine)
-    engine.close()
-    return found
-
-
-def go_on(case: Case, adapted: Adapted, folder: str, steps: int, half: int) -> dict[str, Any]:
-    """Resume under any plan, with adapters that were initialised differently."""
-    torch.manual_seed(77)
-    model = adapted.model()
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data.normal_()
-    before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-    engine = start(case, model)
-    ema = EMAShadow(decay=0.9).attach(engine)
-    load_checkpoint(f"{folder}/half", engine=engine, shadows={"ema": ema})
-    losses = []
-    for index in range(half, steps):
-        losses.append(step(engine, adapted, index))
-        ema.step()
-    found = {"losses": losses, **state_of(engine, before), **exported(engine, adapted, ema, folder)}
     engine.close()
     return found
 

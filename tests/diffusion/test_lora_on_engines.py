@@ -5,9 +5,11 @@ This is a sample; ``test_lora_matrix`` has the rest.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
-from tests.diffusion.adapting import WHOLE, Adapted, case_for, follow, go_on
+from tests.diffusion.adapting import WHOLE, Adapted, case_for, follow
 from tests.support.needs import needs
 from tests.support.ranks import run_ranks
 from tests.support.runs import PLAIN, Case
@@ -94,7 +96,8 @@ def test_a_unet_and_its_encoder_resume_from_stage_2_at_stage_3(steps, half, tmp_
     weights = tmp_path / "half" / "weights-00001-of-00001.safetensors"
     assert 0 < weights.stat().st_size - 4 * first["file"][1] < 40_000
     case = case_for(PARTITIONED, 2)
-    results = run_ranks(go_on, case, TEXT, str(tmp_path), steps, half, world_size=2)
+    resume = partial(follow, resumed=True)
+    results = run_ranks(resume, case, TEXT, str(tmp_path), steps, half, world_size=2)
     check_losses(results[0]["losses"], expected[half:])
     check_files(results[0])
     check_partitioned(results)
