@@ -16,7 +16,9 @@ from tests.support.ranks import ranks, run_ranks
 
 @pytest.mark.deepspeed
 @pytest.mark.nvme
-@pytest.mark.parametrize(("name", "world_size"), [("z3-nvme", 1), ("z3", 2)])
+@pytest.mark.parametrize(
+    ("name", "world_size"), [pytest.param("z3-nvme", 1, marks=pytest.mark.nightly), ("z3", 2)]
+)
 def test_plain_diffusers_loads_exported_models(name, world_size, tmp_path):
     case = attrs.evolve(PLANS[name], precision="fp32")
     results = run_ranks(exporting.exported, case, str(tmp_path), world_size=world_size)

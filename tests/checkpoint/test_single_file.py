@@ -55,7 +55,13 @@ def same(state: Any, other: Any) -> bool:
     )
 
 
-@pytest.mark.parametrize("kind", list(single_files.COMPONENTS))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.nightly) if kind == "sd15" else kind
+        for kind in single_files.COMPONENTS
+    ],
+)
 @ranks(1)
 def test_plain_diffusers_reads_the_file_bit_for_bit(kind, folders, tmp_path, monkeypatch):
     if kind == "flux":

@@ -276,7 +276,7 @@ def cleaner(root, over):
 
 
 def test_two_concurrent_cleaners_free_everything_without_failures(tmp_path, dead):
-    made = 300
+    made = 120
     with two_cleaners(tmp_path) as counts:
         for _ in range(made):
             dead()

@@ -107,7 +107,7 @@ def test_a_live_run_is_never_considered_dead(tmp_path, hold, runs):
     holders = [hold(tmp_path) for _ in range(runs)]
     for holder in holders:
         holder.read()
-        holder.tell("churn 40")
+        holder.tell("churn 15")
         holder.tell("leave")
     seen = 0
     while any(holder.process.poll() is None for holder in holders):

@@ -33,7 +33,7 @@ def test_no_case_of_the_corpus_fails_again(file, attack):
 
 
 def test_new_cases_find_no_failure(attack):
-    for number in range(40):
+    for number in range(25):
         case = make_case(16, number)
         if len(case.text) < 10**6:
             assert attack(case) == [], number
