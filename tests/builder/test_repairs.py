@@ -356,7 +356,6 @@ def read(*labels, without=(), launch=None, setup=None, key=None, **config):
 READING = [
     read("Write 0", "Write auto", gradient_clipping=-1),
     read("Write 1", "Write auto", train_micro_batch_size_per_gpu="x"),
-    read("Write 1", train_batch_size="{{ batch }}"),
     read("Write true", "Write false", "Write auto", **zero(stage=2, overlap_comm=3)),
     read("Write true", "Write false", **zero(stage=2, cpu_offload="perhaps")),
     read("Write 0", "Write 3", "Write auto", **zero(stage=7)),

@@ -27,7 +27,7 @@ from zerotune.plan.section import Section, put_setting, unknown_key
 from zerotune.plan.sections import LaunchSection, ZeroSection
 from zerotune.plan.settings import Settings, read_launch
 from zerotune.plan.source import read_named, tolerated
-from zerotune.plan.values import AUTO, Choice, Integer, refuse_template
+from zerotune.plan.values import AUTO, Choice, Integer
 
 BLOCK = "deepspeed_config"
 DEFAULT_STAGE = 2
@@ -243,17 +243,6 @@ class _Translation:
             )
 
     def _lost_by_accelerate(self) -> None:
-        for part in ("optimizer", "param"):
-            name = f"offload_{part}_nvme_path"
-            path = self.block.get(name)
-            if isinstance(path, str) and path.strip().lower() not in ("", "none"):
-                self.log.decide(
-                    f"zero_optimization.offload_{part}.nvme_path",
-                    path,
-                    path,
-                    "`accelerate launch` does not pass this path on, so accelerate would"
-                    ' swap to a folder named "none"; zerotune keeps the path',
-                )
         clipping = self.block.get("gradient_clipping")
         if isinstance(clipping, int | float) and clipping == 0:
             self.log.decide(
@@ -326,7 +315,6 @@ def _launchable(settings: Mapping[Any, Any], log: Log) -> dict[Any, Any]:
             log.decide(path, value, "no", why, "warning")
             continue
         try:
-            refuse_template(kind, value, path)
             kind.read(value, path)
         except ZeroTuneError as error:
             del kept[key]

@@ -92,7 +92,6 @@ class Kind:
             value: Value as written in the configuration.
             key: Path of the setting.
         """
-        refuse_template(self, value, key)
         unset = value is None and self.null is None
         result, reason = (None, "null is read as an unset key") if unset else self.read(value, key)
         if reason is not None:
@@ -320,6 +319,8 @@ class Folder(Kind):
             raise self._refused(value, key)
         if value.strip().lower() in {"", "none", "null"}:
             return None, "no folder given; zerotune will choose one"
+        if _IN_A_PATH.search(value):
+            raise self._refused(value, key, "is a template placeholder without a value")
         check_letters(value, key)
         return value, None
 
@@ -446,27 +447,5 @@ def as_tuple(values: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def refuse_template(kind: Kind, value: Any, key: str) -> None:
-    """Raise ``InvalidValueError`` if ``value`` is an unfilled template placeholder."""
-    if not isinstance(value, str) or len(value) > _LONGEST_TEMPLATE:
-        return
-    inside = _IN_A_PATH.search(value) if isinstance(kind, Folder) else None
-    if inside or _TEMPLATE.fullmatch(value.strip()):
-        meant = kind.words if isinstance(kind, Number) else "the value itself"
-        raise InvalidValueError(
-            "is a template placeholder without a value",
-            f"write {meant}",
-            key,
-            value,
-            edits=writes(*kind.suggestions),
-        )
-
-
-_LONGEST_TEMPLATE: Final = 4096
-_TEMPLATE: Final = re.compile(
-    r"\{\{.*\}\}|\{%.*%\}|\$\{.*\}|\$\(.*\)|\$[A-Za-z_]\w*|\{[A-Za-z_]\w*\}|<[A-Za-z_][^<>]*>"
-    r"|%[A-Za-z_]\w*%|%\(\w+\)[sdf]|@[A-Za-z_]\w*@|YOUR_\w+|TODO|FIXME|\.\.\.|\u2026",
-    re.DOTALL,
-)
 _IN_A_PATH: Final = re.compile(r"\{\{|\$\{|\$[A-Za-z_]|%[A-Za-z_]\w*%|<[A-Za-z_][^<>/]*>")
 """No shell expands variables in a path: a folder with that literal name would be created."""

@@ -17,7 +17,6 @@ from zerotune.plan.values import (
     AUTO,
     Reading,
     is_auto,
-    refuse_template,
 )
 
 
@@ -26,7 +25,6 @@ def read(parameter: Parameter, value: Any, *, section: str) -> Reading:
     if value is None and parameter.nullable:
         return None, None
     kind, key = parameter.kind, f"{section}.{parameter.name}"
-    refuse_template(kind, value, key)
     return kind.read(value, key)
 
 
