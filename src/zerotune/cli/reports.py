@@ -296,24 +296,18 @@ def _report(arguments: argparse.Namespace, advice: Advice) -> None:
             tell(str(decision))
         kept = "".join(f"; the replaced file is kept as {backup}" for backup in saved.backups)
         tell(f"the plan is saved in {arguments.output}{kept}")
-        if advice.streamed is not None:
-            tell(
-                "the file cannot express streaming: write streamed: "
-                f"{json.dumps(advice.streamed.to_dict() or True)} for zerotune train, or pass "
-                "it to plan.resolve"
-            )
-        if advice.update is not None:
-            tell(
-                "the file cannot express the update on the device: write update: "
-                f"{advice.update.name} for zerotune train, or pass it to plan.resolve"
-            )
-        if advice.activation_offload:
-            tell(
-                "the file cannot express activation offload, without which the plan needs more "
-                "device memory: pass activations=ActivationOffload() to Trainer, or "
-                "activation_offload: true to zerotune train; plan explain "
-                "--activation-offload estimates it"
-            )
+        beside = {
+            "streamed": advice.streamed and (advice.streamed.to_dict() or True),
+            "update": advice.update and advice.update.name,
+            "activation_offload": advice.activation_offload,
+        }
+        for key, value in beside.items():
+            if value:
+                what, shown = key.replace("_", " "), value if key == "update" else json.dumps(value)
+                tell(
+                    f"the file cannot express {what}: write {key}: {shown} for zerotune train, or "
+                    "pass the advice itself to Trainer"
+                )
 
 
 def _report_nothing(
