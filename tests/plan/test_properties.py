@@ -157,7 +157,7 @@ def test_check_returns_findings_and_raises_nothing(config, platform, model, worl
 
 @SLOW
 @given(CONFIGS, PLATFORMS, MODELS, st.integers(1, 5))
-def test_resolving_gives_a_resolved_plan_or_a_plan_error(config, platform, model, world_size):
+def test_resolving_gives_a_resolved_plan_or_an_error_of_ours(config, platform, model, world_size):
     plan = plan_or_error(config)
     if plan is None:
         return
