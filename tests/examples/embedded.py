@@ -65,7 +65,6 @@ def looking(save: Any, seen: dict[str, Any]) -> Any:
         optimizer = engine.optimizer if deepspeed is None else deepspeed.basic_optimizer
         seen["optimizer"] = type(optimizer).__name__
         seen["partitioned"] = all(p.numel() == 0 for p in engine.module.parameters())
-        seen["swap"] = {part: Path(at).is_dir() for part, at in engine.plan.nvme_paths.items()}
         seen["decisions"] = [str(decision) for decision in engine.decisions]
         if getattr(deepspeed, "_is_gradient_accumulation_boundary", None) is not None:
             seen["second step"] = error_of(engine.step)

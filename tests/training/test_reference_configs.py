@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.support.ranks import run_ranks
-from tests.support.sampling import nightly
 from zerotune.plan import DeepSpeedPlan
 
 STAGE_2 = {
@@ -116,7 +115,8 @@ def test_stage_2_with_offload_runs_and_says_that_offload_param_has_no_effect(
 
 @pytest.mark.deepspeed
 @pytest.mark.nvme
-@pytest.mark.parametrize("name", ["stage3.json", *nightly("stage3-bf16.json")])
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["stage3.json", "stage3-bf16.json"])
 def test_stage_3_with_parameters_on_nvme_runs(name: str, tmp_path: Path) -> None:
     (seen,) = run_ranks(train, write(tmp_path)[name])
     assert seen["stage"] == 3

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.backend.host.streaming import contents, delays, differences
-from tests.diffusion.families.training import EXPERTS, LR, MICRO, Variant, data_of
+from tests.diffusion.families.training import EXPERTS, LR, MICRO, Variant, example
 from tests.support import declared_pipelines, pipelines
 from tests.support.ranks import ranks
 from tests.support.runs import Case, start
@@ -51,7 +51,7 @@ def train(loaded: Any, variant: Variant, case: Case) -> dict[str, Any]:
     ema = EMAShadow(decay=0.9).attach(engine)
     for step in range(STEPS):
         for share in range(case.accumulation):
-            data = data_of(family, model, step, share)
+            data = example(family, model, step, share)
             loss = objective(engine, data, torch.Generator().manual_seed(7 * step + share))
             losses.append(float(loss.detach()))
             engine.backward(loss)

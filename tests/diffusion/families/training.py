@@ -45,34 +45,6 @@ EXPERTS = {"wan22-low": WanLowNoise}
 VARIANTS = [Variant(lora=lora, checkpointing=on) for lora in (False, True) for on in (False, True)]
 
 
-def batch(step: int, share: int) -> dict[str, torch.Tensor]:
-    """Return a micro batch as read from a cache, in the shapes of ``tests.support.pipelines``."""
-    generator = torch.Generator().manual_seed(1000 * step + share)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(MICRO, *shape, generator=generator)
-
-    return {
-        "latents": draw(4, 8, 8),
-        "original_sizes": torch.tensor([[31, 19]] * MICRO),
-        "crop_corners": torch.tensor([[0, 3]] * MICRO),
-        "target_sizes": torch.tensor([[16, 16]] * MICRO),
-        "texts": draw(5, 64),
-        "pooled": draw(64),
-    }
-
-
-def fitted(data: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
-    """Cut the batch's texts to the width of the model."""
-    width = config.get("cross_attention_dim") or config.get("joint_attention_dim")
-    pooled = config.get("pooled_projection_dim") or 32
-    texts = {
-        "prompt_embeds": data["texts"][..., :width],
-        "pooled_prompt_embeds": data["pooled"][..., :pooled],
-    }
-    return {name: data[name] for name in data if name not in ("texts", "pooled")} | texts
-
-
 def example(family: PipelineFamily, model: Any, step: int, share: int) -> dict[str, torch.Tensor]:
     """Return a micro batch of a declared family; texts have six tokens, or fewer by mask."""
     generator = torch.Generator().manual_seed(1000 * step + share)
@@ -93,13 +65,6 @@ def example(family: PipelineFamily, model: Any, step: int, share: int) -> dict[s
         else:
             found[name] = drawn((MICRO, TOKENS, *tensor.shape[2:]))
     return found
-
-
-def data_of(family: PipelineFamily, model: Any, step: int, share: int) -> dict[str, torch.Tensor]:
-    """Return a micro batch in the family's format."""
-    if isinstance(family, PipelineFamily):
-        return example(family, model, step, share)
-    return fitted(batch(step, share), model.config)
 
 
 def train(
@@ -136,7 +101,7 @@ def _train(
     if exported:
         plain = _reloaded(engine, exported, str(loaded.folder), variant, family)
         found["same"] = _predicts_the_same(engine, plain, family)
-        if isinstance(family, PipelineFamily) and not variant.lora:
+        if not variant.lora:
             found["drawn"] = _draws_the_same(engine, plain, loaded)
     engine.close()
     return found
@@ -147,7 +112,7 @@ def _step(engine: Any, objective: Any, step: int, family: PipelineFamily, model:
     total = torch.zeros(1)
     for share in range(engine.group.rank, SHARES, ranks):
         generator = torch.Generator().manual_seed(7 * step + share)
-        loss = objective(engine, data_of(family, model, step, share), generator)
+        loss = objective(engine, example(family, model, step, share), generator)
         engine.backward(loss)
         engine.step()
         total += loss.detach() / SHARES
@@ -200,6 +165,6 @@ def _draws_the_same(engine: Any, plain: Any, loaded: Pretrained) -> bool:
 
 
 def _predict(family: PipelineFamily, model: Any) -> torch.Tensor:
-    data = data_of(family, getattr(model, "module", model), 99, 0)
+    data = example(family, getattr(model, "module", model), 99, 0)
     conditioning = family.conditioning(data, torch.Generator())
     return family.predict(model, data["latents"], torch.tensor([500.0, 20.0]), conditioning)
