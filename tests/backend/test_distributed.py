@@ -8,8 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -21,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from tests.support.ranks import RanksFailed, free_port, on_a_machine, ranks, run_ranks
+from tests.support.waiting import wait_for
 from zerotune.backend import process_groups
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.launch import Launch
@@ -100,12 +99,6 @@ def losing_a_machine(folder: str, lost: int) -> None:
     # Rank 0 hosts the store.
     others = int(os.environ["WORLD_SIZE"]) - 1
     wait_for(lambda: len([*told.glob("told-*")]) == others)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 100
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(("lost", "world_size"), [(0, 2), (1, 3)])

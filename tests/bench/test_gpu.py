@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from tests.bench.noting import (
     piece,
     run,
 )
+from tests.support.waiting import wait_for
 from zerotune.backend.proof import Combination, Outcome, Proof
 from zerotune.training import proving
 
@@ -72,20 +72,12 @@ def test_a_piece_ends_when_its_session_is_killed(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     process = subprocess.Popen([sys.executable, "-c", code], env=environment, cwd=ROOT)
     try:
-        _until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "")
+        wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "")
     finally:
         process.kill()
         process.wait()
     pid = int((tmp_path / "pid").read_text())
-    _until(lambda: not Path(f"/proc/{pid}").exists())
-
-
-def _until(condition: Any) -> None:
-    for _ in range(600):
-        if condition():
-            return
-        time.sleep(0.1)
-    raise AssertionError("it did not happen within a minute")
+    wait_for(lambda: not Path(f"/proc/{pid}").exists())
 
 
 def test_a_failed_piece_is_tried_twice_records_its_error_and_stops_no_other(tmp_path: Path) -> None:
@@ -324,7 +316,7 @@ def test_tests_that_outlast_their_time_are_interrupted_and_counted(
         def wait(self, timeout: float | None = None) -> int:
             if timeout is None:
                 return super().wait()
-            _until(begun.exists)
+            wait_for(begun.exists)
             raise subprocess.TimeoutExpired(self.args, timeout)
 
     monkeypatch.setattr(subprocess, "Popen", Impatient)

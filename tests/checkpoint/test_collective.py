@@ -16,6 +16,7 @@ from tests.checkpoint.refusals import failing_write, told
 from tests.checkpoint.runs import hostile
 from tests.support.ranks import RanksFailed, ranks, run_ranks
 from tests.support.runs import PLAIN
+from tests.support.waiting import wait_for
 
 
 @pytest.mark.parametrize("saver", [1])
@@ -25,8 +26,7 @@ def test_saving_on_one_rank_only_raises_an_error_that_names_the_missing_rank(tmp
 
     engine, began, over = hostile(PLAIN, seed=0), time.monotonic(), tmp_path / "over"
     if engine.group.rank != saver:
-        while not over.exists() and time.monotonic() < began + 60:
-            time.sleep(0.02)
+        wait_for(over.exists)
         return
     error = told(lambda: save_checkpoint(tmp_path / "step", engine=engine, timeout_s=2))
     seconds, left = time.monotonic() - began, list(tmp_path.iterdir())

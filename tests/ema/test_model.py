@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +14,7 @@ from tests.support.models import HostileNet, tiny_unet
 from tests.support.ranks import ranks
 from tests.support.runs import PLAIN, Case, start
 from tests.support.sampling import nightly
+from tests.support.waiting import wait_for
 from zerotune.ema import EMAModel, FileStore
 from zerotune.errors import CollectiveError, EMAError, InvalidValueError
 
@@ -140,7 +140,5 @@ def test_a_call_on_one_rank_names_the_missing_ranks(call, tmp_path):
             getattr(ema, call)(engine.module.parameters())
         assert "rank 1" in str(refused.value) or "[1]" in str(refused.value)
         over.touch()
-    deadline = time.monotonic() + 60
-    while not over.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_for(over.exists)
     engine.__exit__(SystemExit, SystemExit(), None)

@@ -1,14 +1,10 @@
-"""Real runs that are killed, crowd one root, fill a disk or lose their folder.
-
-``python -m tests.offload.faults`` repeats the first at length.
-"""
+"""Real runs that are killed, crowd one root, or lose their folder."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,6 +13,7 @@ import pytest
 from stress.faults.killing import Victim, digest_of
 from stress.faults.trainee import train
 from tests.support.ranks import run_ranks
+from tests.support.waiting import wait_for
 from zerotune.offload import cleanup_stale_swap
 from zerotune.offload.lease import find_leases
 
@@ -49,13 +46,6 @@ def cleaning():
     for process in processes:
         process.kill()
         assert process.communicate()[0].split() == []
-
-
-def wait_for(condition):
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_runs_killed_beside_others_resume_as_if_uninterrupted(tmp_path, hold, cleaning):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.offload.plans import swapping_plan
+from tests.support.waiting import wait_for
 from zerotune.offload import OffloadManager, cleanup_stale_swap
 from zerotune.offload.lease import find_leases, run_id_of
 
@@ -23,11 +23,8 @@ def test_a_killed_run_is_stale_before_its_parent_reaps_it(tmp_path, hold):
     holder = hold(tmp_path)
     dead = Path(holder.read())
     os.kill(holder.process.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 120
     stat = Path(f"/proc/{holder.process.pid}/stat")
-    while stat.read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: stat.read_text().rpartition(")")[2].split()[0] == "Z")
     assert states(tmp_path) == {dead: "stale"}
 
 
@@ -79,10 +76,7 @@ def test_a_forked_worker_does_not_keep_a_dead_lease_alive(tmp_path, hold):
         holder.kill()
         os.kill(worker, 0)
         # The worker's pid is printed before its first instruction, which releases the lock.
-        deadline = time.monotonic() + 120
-        while states(tmp_path) == {path: "live"} and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert states(tmp_path) == {path: "stale"}
+        wait_for(lambda: states(tmp_path) == {path: "stale"})
     finally:
         os.kill(worker, signal.SIGKILL)
 

@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +36,6 @@ def small(*, channels: int = 1, count: int = 24, lr: float = 1e-2, **changes: An
         "timeout_s": TIMEOUT_S,
     }
     return Trainer(**(options | changes))
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Wait until the condition holds, or for at most 120 s."""
-    deadline = time.monotonic() + 120
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
 
 
 def needing_all(trainer: Trainer, root: Path) -> dict[str, Any]:

@@ -22,8 +22,9 @@ from tests.offload.plans import swapping_plan
 from tests.support.errors import error_of
 from tests.support.ranks import RanksFailed, free_port, ranks, run_ranks
 from tests.support.sampling import nightly
+from tests.support.waiting import wait_for
 from tests.training import failing_run, faulty
-from tests.training.faulty import ALONE_S, TIMEOUT_S, needing_all, small, wait_for
+from tests.training.faulty import ALONE_S, TIMEOUT_S, needing_all, small
 from tests.training.test_loop import clean_environment
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.checkpoint.save import PendingCheckpoint
