@@ -402,3 +402,26 @@ def test_texts_of_different_lengths_are_cached_padded_and_dropped(folders):
         together = family.predict(model, noisy, TIMES, both)
         single = family.predict(model, noisy[:1], TIMES[:1], alone[0])
     torch.testing.assert_close(together[:1], single, rtol=0, atol=1e-5)
+
+
+def test_latents_equal_those_of_the_pipelines(folders):
+    flux2 = load_pretrained(folders["flux2"], frozen_dtype="fp32").family
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1)).tanh()
+    latents = flux2.clean({"images": images})
+    with torch.no_grad():
+        theirs = flux2.parts.pipeline._encode_vae_image(images, None)
+    torch.testing.assert_close(latents, theirs, rtol=0, atol=1e-6)
+    wan = load_pretrained(folders["wan"], frozen_dtype="fp32").family
+    clip = torch.randn(1, 3, 5, 16, 16, generator=torch.Generator().manual_seed(2)).tanh()
+    given = wan.clean({"images": clip})
+    vae = wan.parts.vae
+    mean, deviation = (
+        torch.tensor(vae.config[name]).view(1, 4, 1, 1, 1)
+        for name in ("latents_mean", "latents_std")
+    )
+    with torch.no_grad():
+        encoded = vae.encode(clip).latent_dist.mode()
+        decoded = vae.decode(encoded).sample
+    torch.testing.assert_close(given, (encoded - mean) / deviation)
+    torch.testing.assert_close(wan.parts.decode_latents(given), decoded, rtol=0, atol=1e-5)
+    assert wan.clean({"images": clip[:, :, 0]}).shape == (1, 4, 1, 8, 8)
