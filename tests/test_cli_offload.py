@@ -92,9 +92,3 @@ def test_a_missing_root_is_an_error(tmp_path, capsys, command):
     code, out, err = run(capsys, command, tmp_path / "missing")
     assert (code, out) == (2, "")
     assert "cannot be read" in err
-
-
-def test_the_command_has_no_disk_benchmark(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        run(capsys, "bench", tmp_path)
-    assert "invalid choice: 'bench'" in capsys.readouterr().err

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import subprocess
-import sys
 
 import pytest
 import yaml
@@ -17,7 +13,6 @@ from tests.plan.accelerate_runs import ALONE, what_runs
 from tests.plan.conftest import REFERENCE_C
 from tests.plan.styles import ACCELERATE
 from tests.support.ranks import free_port, run_ranks
-from zerotune import cli
 from zerotune.plan import DeepSpeedPlan, plan_document
 
 pytestmark = pytest.mark.deepspeed
@@ -128,84 +123,3 @@ def test_a_published_file_runs_the_same_after_conversion(compared, name):
 def test_every_listed_exception_does_not_run_as_written_in_accelerate(compared, name):
     before, after = compared[1][name]
     assert "refused" in before or after != before
-
-
-# This is a typical script; some files leave to it settings that differ from its arguments.
-SCRIPT = """
-import json
-import torch
-from accelerate import Accelerator
-accelerator = Accelerator(gradient_accumulation_steps=4)
-torch.manual_seed(3)
-model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 1))
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-samples = torch.utils.data.TensorDataset(torch.randn(48, 8), torch.randn(48, 1))
-data = torch.utils.data.DataLoader(samples, batch_size=2)
-model, optimizer, data = accelerator.prepare(model, optimizer, data)
-losses = []
-for inputs, wanted in data:
-    with accelerator.accumulate(model):
-        kind = next(model.parameters()).dtype
-        loss = torch.nn.functional.mse_loss(model(inputs.to(kind)).float(), wanted)
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    losses.append(loss.item())
-if accelerator.is_main_process:
-    print("LOSSES" + json.dumps([model.gradient_accumulation_steps(), losses]))
-accelerator.end_training()
-"""
-LAUNCHED = {
-    "as a guide for diffusers prints it, in fp32": (
-        ACCELERATE["as a guide for diffusers prints it"].replace("fp16", "'no'"), 4
-    ),
-    "the questionnaire, no precision": (ACCELERATE["the questionnaire, no precision"], 4),
-    "as a trainer of language models ships it": (
-        ACCELERATE["as a trainer of language models ships it"].replace("s: 8", "s: 1"), 4
-    ),
-    "zero.Init off, debugging on": (
-        ACCELERATE["zero.Init off, debugging on"].replace("s: 4", "s: 1"), 1
-    ),
-}  # fmt: skip
-"""Files to launch, and accumulation steps: the script's where the file has none."""
-
-
-def launch(folder, *arguments):
-    """Run a script under ``accelerate launch``; return accumulation steps and losses."""
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "accelerate.commands.launch", "--main_process_port"),
-            *(str(free_port()), *arguments, "script.py"),
-        ],
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-        cwd=folder,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.partition("LOSSES")[2].splitlines()[0])
-
-
-# Each starts four processes; the tests above compare every file without a launcher.
-@pytest.mark.nightly
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", LAUNCHED)
-def test_launching_a_converted_file_gives_the_same_losses(name, tmp_path):
-    text, steps = LAUNCHED[name]
-    processes = yaml.safe_load(text).get("num_processes", 1)
-    (tmp_path / "script.py").write_text(SCRIPT)
-    file, converted = tmp_path / "accelerate.yaml", tmp_path / "ds.json"
-    file.write_text(text)
-    assert cli.main(["plan", "convert", str(file), "--to", "deepspeed", "-o", str(converted)]) == 0
-    document = plan_document(DeepSpeedPlan.from_yaml(file), "deepspeed")
-    start = ("--num_processes", str(processes))
-    before = launch(tmp_path, *start, "--config_file", str(file))
-    after = launch(
-        tmp_path, *start, *("--num_machines", "1", "--use_deepspeed", "--deepspeed_config_file"),
-        str(converted), *flags(document),
-    )  # fmt: skip
-    assert before[0] == steps
-    assert len(before[1]) == 24 // processes
-    assert after == before
