@@ -54,8 +54,6 @@ class Lease:
     """The plan, with NVMe paths inside the swap folders."""
     paths: Mapping[Target, Path] = attrs.field(factory=lambda: MappingProxyType({}))
     """Swap folders for parameters (key ``"param"``) and optimizer states (key ``"optimizer"``)."""
-    roots: tuple[SwapRoot, ...] = ()
-    """Verified swap roots that contain the run's folders."""
     run_id: str | None = None
     """Run id, shared by all ranks; ``None`` without NVMe offload."""
     decisions: tuple[Decision, ...] = ()
@@ -300,11 +298,9 @@ class OffloadManager:
             cleaned = [one for root_path in made for one in self._cleaner(root_path).decisions]
             space = check_space(roots, needs, ranks=local_ranks(resolved), run_id=run_id)
             paths = {target: directories[root.path].path for target, root in roots.items()}
-            unique = {root.path: root for root in roots.values()}
             lease = Lease(
                 plan=resolved.with_nvme_path(**{one: str(path) for one, path in paths.items()}),
                 paths=MappingProxyType(paths),
-                roots=tuple(unique.values()),
                 run_id=run_id,
                 decisions=(
                     *dict.fromkeys(one for root in roots.values() for one in root.decisions),

@@ -185,10 +185,6 @@ class SwapRoot:
     """Absolute path without symbolic links."""
     filesystem: str | None
     """Type of the file system, as named by the kernel; ``None`` outside Linux."""
-    free_bytes: int
-    """Free bytes that an unprivileged user may use."""
-    free_inodes: int
-    """Number of files that can still be created; 0 if the file system does not count them."""
     decisions: tuple[Decision, ...] = ()
     """Decisions about the choice of the root and about its file system."""
 
@@ -215,8 +211,6 @@ def check_root(choice: RootChoice) -> SwapRoot:
     return SwapRoot(
         path=path,
         filesystem=kind,
-        free_bytes=free,
-        free_inodes=space.f_favail,
         decisions=(
             choice._made(path, kind, free),
             *(

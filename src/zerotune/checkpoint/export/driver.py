@@ -286,16 +286,6 @@ class ExportWriter:
         for key in all_names(name, self._aliases):
             self._writer.write(key, tensor)
 
-    def append_part(self, name: str, part: torch.Tensor, *, start: int) -> None:
-        """Write a part of a tensor.
-
-        Args:
-            name: Name of the tensor in the file.
-            part: The elements.
-            start: Index of the part's first element in the flattened tensor.
-        """
-        self._writer.write(name, part, start=start)
-
     def publish(self) -> Path:
         """Compare the files on disk with the written data, then give them their final names."""
         self.records = self._writer.confirm(self._files, self._writer.written)
