@@ -78,18 +78,6 @@ class TestWithoutAModel:
         error = capsys.readouterr().err
         assert f"{option[0]}: has no effect without --family NAME" in error
 
-    @pytest.mark.parametrize(
-        "options",
-        [["--world-size", "0"], ["--world-size", "two"],
-         ["--accelerator", "abacus"]],
-    )  # fmt: skip
-    def test_wrong_usage_prints_the_usage(self, file, options, capsys):
-        with pytest.raises(SystemExit) as stopped:
-            explain(file(), *options)
-
-        assert stopped.value.code == 2
-        assert "usage: zerotune plan explain" in capsys.readouterr().err
-
 
 MACHINE = ("--accelerator", "cuda", "--vram", "24GiB", "--ram", "128GiB")
 

@@ -59,9 +59,3 @@ def test_a_valid_plan_is_resolved():
     assert found.refusals == ()
     assert found.resolved is not None
     assert found.resolved.optimizer.params["lr"] == 1e-4
-
-
-def test_a_refusal_by_the_optimizer_is_reported_once():
-    config = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdaBelief"}}
-    found = inspected(config)
-    assert [each.rule for each in found.refusals] == ["optimizer"]
