@@ -8,6 +8,7 @@ import sys
 import pytest
 import yaml
 
+from tests.plan.accelerate_runs import ACCUMULATION, MICRO, what_runs
 from zerotune.errors import InvalidValueError
 from zerotune.plan import DeepSpeedPlan, plan_document
 from zerotune.plan.sections import LaunchSection
@@ -81,16 +82,12 @@ def reread(document, tmp_path):
 @pytest.mark.parametrize(
     "config",
     [
-        {},
-        {"gradient_accumulation_steps": 4},
-        {"zero_optimization": {"stage": "auto"}},
-        {"zero_optimization": {"stage": 2}, "gradient_clipping": 0},
+        {"train_batch_size": "auto"},
+        {"zero_optimization": {"stage": "auto"}, "train_micro_batch_size_per_gpu": 2},
         {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto"},
         {"zero_optimization": {"stage": 2}, "train_batch_size": 8},
-        {"zero_optimization": {"stage": 2, "overlap_comm": True}},
-        {"zero_optimization": {"stage": 2, "offload_optimizer": {}}},
-        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
-        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": True}}},
+        {"train_batch_size": 8, "zero_optimization": {"stage": 2, "overlap_comm": True}},
+        {"train_batch_size": 8, "zero_optimization": {"stage": 2, "offload_optimizer": {}}},
         FULL,
     ],
 )
@@ -102,6 +99,23 @@ def test_a_configuration_is_written_whole(config, tmp_path):
     assert held == {"zero_optimization": {}, **config}
     assert document.decisions == ()
     assert reread(document, tmp_path) == plan
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 2}],
+)
+def test_batch_sizes_that_the_plan_leaves_open_are_taken_from_the_script(config, tmp_path):
+    plan, document = written(config)
+    (tmp_path / "written.yaml").write_text(document.text)
+    runs = what_runs("--num_processes", "1", "--config_file", str(tmp_path / "written.yaml"))
+    steps = config.get("gradient_accumulation_steps", ACCUMULATION)
+    assert runs["train_micro_batch_size_per_gpu"] == MICRO
+    assert runs["gradient_accumulation_steps"] == steps
+    assert [one.key for one in document.decisions] == ["train_batch_size"]
+    sizes = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+    held = DeepSpeedPlan.from_dict({**dict.fromkeys(sizes, "auto"), **plan.to_dict()})
+    assert reread(document, tmp_path) == held
 
 
 def test_a_configuration_for_several_machines_has_no_characters_that_shells_drop(tmp_path):
@@ -146,7 +160,7 @@ def test_a_launcher_precision_moves_into_the_configuration(
 
 
 def test_an_auto_precision_is_still_auto_when_zerotune_reads_the_file(tmp_path):
-    _, document = written({"zero_optimization": {"stage": 2}}, {"mixed_precision": "auto"})
+    _, document = written({"train_batch_size": 8}, {"mixed_precision": "auto"})
     assert reread(document, tmp_path).precision == "auto"
     assert [d.key for d in document.decisions] == ["launch.mixed_precision"]
 
@@ -166,7 +180,8 @@ def test_trainer_settings_beside_the_configuration_are_written_into_it():
 
 
 def test_a_setting_that_accelerate_refuses_is_left_out_only_if_named_in_lossy():
-    plan = DeepSpeedPlan(launch=LaunchSection(extra={"brand_new": 1}))
+    launch = LaunchSection(extra={"brand_new": 1})
+    plan = DeepSpeedPlan(train_batch_size=8, launch=launch)
     with pytest.raises(InvalidValueError, match="brand_new"):
         plan_document(plan, "accelerate")
     document = plan_document(plan, "accelerate", lossy=["launch.brand_new"])
@@ -207,7 +222,7 @@ def test_launch_settings_are_written_where_accelerate_reads_them(tmp_path):
         "deepspeed_hostfile": "hosts",
         "gpu_ids": "0,1",
     }
-    plan, document = written({"zero_optimization": {"stage": 3}}, launch)
+    plan, document = written({"train_batch_size": 8, "zero_optimization": {"stage": 3}}, launch)
     content = yaml.safe_load(document.text)
     block = content.pop("deepspeed_config")
     assert content == {"distributed_type": "DEEPSPEED", "num_machines": 2, "gpu_ids": "0,1"}

@@ -186,6 +186,8 @@ def format_of(path: Path) -> str:
 
 # -- Settings that a format does not support.
 
+_BATCH_SIZES: Final = ("train_batch_size", "train_micro_batch_size_per_gpu")
+
 
 _PRECISION_SECTIONS: Final[Mapping[str, dict[str, Any]]] = {
     "bf16": {},
@@ -355,6 +357,10 @@ class _Writer(Log):
         """
         self._settle_inside("accelerate")
         self._settle_precision(f"accelerate rejects mixed_precision together with a {FILE}")
+        if all(self.config.get(key) is None for key in _BATCH_SIZES):
+            self.config = dict.fromkeys((*_BATCH_SIZES, STEPS), AUTO) | self.config
+            reason = "DeepSpeed needs a batch size; accelerate takes the script's"
+            self.decide(_BATCH_SIZES[0], None, AUTO, reason)
         block = {FILE: self._config_text()}
         refuse_long_yaml(block[FILE], key=f"{BLOCK}.{FILE}")
         content: dict[str, Any] = {"distributed_type": "DEEPSPEED"}
