@@ -118,6 +118,7 @@ class Layout:
     stage: int
     optimizer: str = "none"
     parameters: str = "none"
+    pinned: bool = True
     fills_device: bool = False
     """Whether as many optimizer states as fit stay on the device."""
     streams: bool = False
@@ -141,6 +142,8 @@ class Layout:
         else:
             parts = {"optimizer": self.optimizer, "parameters": self.parameters}
             words += [f"{part} {places[to]}" for part, to in parts.items() if to != "none"]
+        if not self.pinned:
+            words.append("not page-locked")
         if self.fills_device:
             words.append("as much of it on the device as fits")
         return ", ".join(words)
@@ -170,7 +173,12 @@ LEVELS: Final[tuple[tuple[Layout, ...], ...]] = (
         Layout(stage=3, optimizer="cpu"),
         Layout(stage=3, optimizer="cpu", fills_device=True),
     ),
+    (
+        Layout(stage=2, optimizer="cpu", pinned=False),
+        Layout(stage=3, optimizer="cpu", pinned=False),
+    ),
     (Layout(stage=3, optimizer="cpu", parameters="cpu"),),
+    (Layout(stage=3, optimizer="cpu", parameters="cpu", pinned=False),),
     STREAMING,
     (Layout(stage=3, optimizer="nvme"),),
     (Layout(stage=3, optimizer="nvme", parameters="cpu"),),
@@ -368,7 +376,10 @@ def laid_out(request: Request, layout: Layout, *, ratio: float | None = None) ->
     """Return the requested settings with the layout's stage and offload."""
 
     def section(device: str, ratio: float | None = None) -> OffloadSection | None:
-        return None if device == "none" else OffloadSection(device=device, ratio=ratio)
+        if device == "none":
+            return None
+        pinned = None if layout.pinned else False
+        return OffloadSection(device=device, pin_memory=pinned, ratio=ratio)
 
     return attrs.evolve(
         request.plan,

@@ -317,6 +317,9 @@ class Limits:
             except PlanError as error:
                 failure = error
             else:
+                # The fastest plan would fill the device again, which has just been too small.
+                least = next(one for one in fitting.candidates if one.fits and one.streamed is None)
+                fitting = attrs.evolve(fitting, chosen=least)
                 return _advice_words(fitting), fitting.plan
         fix = failure.fix if isinstance(failure, NothingFitsError) else None
         return f"no plan fits this machine: {fix or failure}; or reduce the batch size", None
