@@ -200,6 +200,11 @@ class TestChoiceOfRoot:
             self.lease_parent(manager)
         assert list((tmp_path / "a").iterdir()) == []
 
+    @pytest.mark.parametrize("name", ["root", "offload_param_path", "offload_optimizer_path"])
+    def test_a_blank_argument_is_refused(self, name):
+        with pytest.raises(OffloadError, match=r"OffloadManager\.root = ' ': is blank"):
+            OffloadManager(**{name: " "})
+
 
 class TestFailures:
     def test_an_exception_propagates_and_the_folder_is_removed(self, tmp_path):

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 
 from zerotune._util.ownership import new_run_id
 from zerotune.errors import OffloadError
+from zerotune.offload import cleanup_stale_swap
 from zerotune.offload import lease as stale
 from zerotune.offload.lease import find_leases, lease_name
 from zerotune.offload.record import LeaseRecord
@@ -140,6 +143,32 @@ def folder_linked(folder):
 def test_only_folders_with_a_lock_of_their_own_are_stale(tmp_path, dead, change, state):
     change(dead())
     assert only(tmp_path).state == state
+
+
+@pytest.mark.parametrize(("kind", "state"), [("ext4", "stale"), ("nfs4", "unknown")])
+def test_files_without_a_record_prove_nothing_on_a_shared_disk(
+    tmp_path, dead, monkeypatch, kind, state
+):
+    monkeypatch.setattr(stale, "filesystem_kind", lambda _: kind)
+    folder = dead()
+    record_gone(folder)
+    assert only(tmp_path).state == state
+    # The rest of a removal.
+    (folder / "data.swp").unlink()
+    assert only(tmp_path).state == "stale"
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="os.fwalk is recursive before Python 3.13")
+def test_a_too_deeply_nested_folder_is_kept_with_the_reason(tmp_path, dead):
+    folder = dead()
+    folder.joinpath(*["deep"] * 300).mkdir(parents=True)
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack()) + 250)
+    try:
+        (kept,) = cleanup_stale_swap(tmp_path).kept
+    finally:
+        sys.setrecursionlimit(limit)
+    assert (kept.path, kept.reason) == (folder, "has too deeply nested folders")
 
 
 @pytest.mark.parametrize(

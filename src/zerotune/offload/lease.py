@@ -28,7 +28,7 @@ import attrs
 from zerotune._util import ownership
 from zerotune._util.files import open_regular, system_errors
 from zerotune._util.ownership import is_run_id
-from zerotune._util.proc import filesystem_kind, mount_identity
+from zerotune._util.proc import LOCAL_FILESYSTEMS, filesystem_kind, mount_identity
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError
 from zerotune.offload.record import LeaseRecord
@@ -452,8 +452,11 @@ def _judge(folder: int, lock: int, kind: str | None) -> Verdict:
         records = _read_records(folder)
     except OffloadError as error:
         return Verdict(state="unknown", reason=f"has a damaged record: {error.reason}")
-    # A removal deletes the records after everything but the lock, so without them nothing is lost.
     doubt = next((doubt for record in records if (doubt := record.doubt(kind))), None)
+    # A removal deletes the records after everything but the lock.
+    if not records and kind not in LOCAL_FILESYSTEMS and os.listdir(folder) != [LOCK_FILE]:
+        where = kind or "this file system"
+        doubt = f"has files but no lease record, and on {where} a free lock proves nothing"
     return Verdict(
         state="unknown" if doubt else "stale",
         reason=doubt or "no process locks the folder",
@@ -591,16 +594,19 @@ def folder_bytes(folder: int) -> int:
     Files that are deleted in the meantime count as 0.
 
     Raises:
-        OSError: Another file system is mounted inside.
+        OSError: Another file system is mounted inside, or folders are nested too deeply.
     """
     total, home = 0, mount_identity(folder)
-    for path, _, files, inside in os.fwalk(".", dir_fd=folder):
-        if mount_identity(inside) != home:
-            raise OSError(errno.EXDEV, "another file system is mounted here", path)
-        for name in files:
-            with suppress(FileNotFoundError):
-                facts = os.stat(name, dir_fd=inside, follow_symlinks=False)
-                total += facts.st_blocks * 512 if facts.st_nlink == 1 else 0
+    try:
+        for path, _, files, inside in os.fwalk(".", dir_fd=folder):
+            if mount_identity(inside) != home:
+                raise OSError(errno.EXDEV, "another file system is mounted here", path)
+            for name in files:
+                with suppress(FileNotFoundError):
+                    facts = os.stat(name, dir_fd=inside, follow_symlinks=False)
+                    total += facts.st_blocks * 512 if facts.st_nlink == 1 else 0
+    except RecursionError:  # Others may write to a root; before Python 3.13, fwalk is recursive.
+        raise OSError(errno.ELOOP, "has too deeply nested folders") from None
     return total
 
 

@@ -166,6 +166,9 @@ class OffloadManager:
             ranks.
         cleaner: Function that is called with each root after this run's folder is created there;
             ``partial(cleanup_stale_swap, dry_run=True)`` only reports leftovers.
+
+    Raises:
+        OffloadError: A path is blank.
     """
 
     def __init__(

@@ -31,7 +31,11 @@ _FIX: Final = "use a folder on a local disk that this user may write to"
 
 
 def _as_text(path: str | os.PathLike[str] | None) -> str | None:
-    return None if path is None else os.fspath(path)
+    text = None if path is None else os.fspath(path)
+    if text is not None and not text.strip():
+        # As with an unset variable: the swap files would silently go to the temporary folder.
+        raise OffloadError("is blank", f"{_FIX}, or omit it", "OffloadManager.root", text)
+    return text
 
 
 @attrs.frozen(kw_only=True)
