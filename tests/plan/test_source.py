@@ -63,6 +63,11 @@ def test_every_key_of_an_object_has_the_line_it_is_written_on(value):
         assert written[line - 1].lstrip().startswith(json.dumps(path.rpartition(".")[2]) + ":")
 
 
+def test_comments_and_commas_over_several_lines_keep_the_lines_of_keys():
+    text = '{ /* one\ntwo */\n"a": 1\n,\n"b": {"c": 2\n, } }'
+    assert key_lines(text, Path("x.json")) == {"a": 3, "b": 5, "b.c": 5}
+
+
 @settings(deadline=None)
 @given(st.text())
 def test_any_text_is_parsed_or_refused_with_a_position_inside_it(text):

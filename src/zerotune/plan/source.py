@@ -78,6 +78,7 @@ _LONE_SURROGATE = re.compile(
     r"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
     r"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]|[\ud800-\udfff]"
 )
+_NOT_A_LINE_END = re.compile(r"[^\n]")
 _LONG_NUMBER = ("contains a number that is too long", "write fewer digits")
 _TOO_DEEP = ("is nested too deeply", f"nest at most {_MOST_LEVELS} levels")
 _KEEP_ONE = "keep one of the two"
@@ -143,7 +144,7 @@ def _without_liberties(text: str) -> tuple[str, list[str]]:
         parts, done = [], 0
         for match in pattern.finditer(_without_escapes(text)):
             if match[0][0] != '"':
-                parts += [text[done : match.start()], " " * len(match[0])]
+                parts += [text[done : match.start()], _NOT_A_LINE_END.sub(" ", match[0])]
                 done = match.end()
         text = "".join((*parts, text[done:]))
         found += [name] if parts else []
