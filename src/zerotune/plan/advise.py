@@ -16,6 +16,7 @@ from zerotune.plan.candidates import (
     Request,
     laid_out,
     machine_needs,
+    preferred,
     search,
 )
 from zerotune.plan.context import Context, DeviceUpdate, Streaming, UpdateName
@@ -161,24 +162,15 @@ def _memory_budget(
     return Budget(device=device, host=host, nvme=nvme, reserve=float(reserve))
 
 
-_ALIKE: Final = 1.05
-"""Predictions within this factor count as equal, and the least offload is preferred. In half of the
-cases of `bench prediction`, the error of the prediction was larger."""
-
-
 def _choose(request: Request) -> Advised:
     candidates, fitting = search(request)
     if not candidates:
         raise _not_on_device(request)
     if not fitting:
         raise nothing_fits(request, candidates)
-    timed = [one.time.expected for one in fitting if one.time is not None]
-    first, reason = fitting[0], "the least offload and the lowest stage that fits"
-    if len(timed) == len(fitting):
-        limit = _ALIKE * min(timed)
-        first = next(one for one in fitting if one.time is not None and one.time.expected <= limit)
-        if first is not fitting[0]:
-            reason = "predicted to be the fastest that fits"
+    first, reason = preferred(fitting), "the least offload and the lowest stage that fits"
+    if first is not fitting[0]:
+        reason = "predicted to be the fastest that fits"
     reasons = (reason, *_another_optimizer(first))
     if first.streamed is not None and request.platform.accelerator != "cpu":
         reasons = (*reasons, _PROVE)

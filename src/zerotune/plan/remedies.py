@@ -14,6 +14,7 @@ from zerotune.plan.candidates import (
     Candidate,
     Request,
     machine_needs,
+    preferred,
     search,
     with_optimizer,
 )
@@ -120,7 +121,7 @@ def _first_that_fits(
         _, fitting = search(changed, only_streamed="streamed" in settings)
         if not fitting:
             continue
-        best = min(fitting, key=lambda one: one.time.expected if one.time else 0.0)
+        best = preferred(fitting)
         replaced = {} if best.instead_of is None else {"optimizer": best.optimizer}
         different = {name: value for name, value in settings.items() if value != own.get(name)}
         seconds = f", {best.time.expected:.2f} s per step" if best.time else ""

@@ -388,6 +388,15 @@ def test_a_base_whose_values_cannot_be_copied_unit_by_unit_is_not_streamed():
     assert not streamed_of(advice)
 
 
+def test_a_remedy_names_the_plan_that_advise_then_chooses():
+    machine = {"vram": "24GiB", "ram": "16GiB"}
+    with pytest.raises(NothingFitsError) as told:
+        DeepSpeedPlan.advise("sdxl", **machine)
+    for remedy in told.value.remedies:
+        chosen = DeepSpeedPlan.advise("sdxl", **machine, **remedy.settings).chosen
+        assert remedy.gain == f"{chosen.title}, {chosen.time.expected:.2f} s per step"
+
+
 def test_where_nothing_fits_adapters_are_suggested_only_if_they_would():
     with pytest.raises(NothingFitsError, match=r"adapters fit: lora=16,"):
         advise("8GiB", "16GiB")
