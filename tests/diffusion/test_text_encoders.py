@@ -257,14 +257,11 @@ def run_case(folder: str, out: str, stage: int, lora: bool) -> list[Any]:
 def test_a_group_cannot_stop_early_with_an_optimizer_that_sets_its_own_learning_rate(tmp_path):
     folder = pipelines.sd15(tmp_path / "sd15")
     groups = ParameterGroups.per_part({"unet": {"lr": 1e-2}, "text_encoder": {"until": 3}})
-    plan = DeepSpeedPlan.build(stage=0, micro_batch_size=2)
+    plan = DeepSpeedPlan.build(stage=0, micro_batch_size=2, optimizer="AdamWScheduleFree", lr=1e-3)
     loaded = load_pretrained(folder, text_encoders=True)
-    resolved = plan.resolve(model=ModelFacts.from_module(loaded.model), world_size=1)
-    resolver = OptimizerResolver(
-        groups=groups, overrides={"optimizer.type": "AdamWScheduleFree", "lr": 1e-3}
-    )
+    facts = ModelFacts.from_module(loaded.model)
     with pytest.raises(OptimizerError, match="adapts its own learning rate"):
-        resolver.resolve(resolved)
+        plan.resolve(model=facts, world_size=1, resolver=OptimizerResolver(groups=groups))
 
 
 # -- The reference: diffusers' train_dreambooth_lora_sdxl.py with --train_text_encoder.
