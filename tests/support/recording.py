@@ -48,7 +48,9 @@ def count_engines() -> None:
     Engine.__init__ = counted
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure() -> None:
+    # Set before the fork server starts, whose children count their engines then.
     os.environ[VARIABLE] = "1"
     count_engines()
 
