@@ -44,8 +44,7 @@ BATCH = 64
 PARAMS: dict[str, dict[str, Any]] = {
     # Learning rates at which each optimizer learns this problem within ``STEPS`` steps.
     "AdamW": {"lr": 5e-3}, "Adam": {"lr": 5e-3}, "Adagrad": {"lr": 2e-2}, "Lion": {"lr": 2e-3},
-    "Lamb": {"lr": 5e-2}, "Muon": {"lr": 2e-2, "adam_lr": 5e-3}, "MuAdam": {"lr": 5e-3},
-    "MuAdamW": {"lr": 5e-3}, "MuSGD": {"lr": 5e-2, "momentum": 0.9},
+    "Lamb": {"lr": 5e-2}, "Muon": {"lr": 2e-2, "adam_lr": 5e-3},
     "SGD": {"lr": 5e-2, "momentum": 0.9}, "Adamax": {"lr": 5e-3}, "NAdam": {"lr": 5e-3},
     "RAdam": {"lr": 5e-2}, "RMSprop": {"lr": 1e-3}, "Adadelta": {"lr": 1.0}, "ASGD": {"lr": 0.3},
     "Rprop": {"lr": 1e-3}, "Adafactor": {"lr": 2e-2}, "Prodigy": {"lr": 1.0, "d0": 1e-3},
