@@ -78,7 +78,6 @@ _LONE_SURROGATE = re.compile(
     r"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
     r"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]|[\ud800-\udfff]"
 )
-_NOT_A_LINE_END = re.compile(r"[^\n]")
 _LONG_NUMBER = ("contains a number that is too long", "write fewer digits")
 _TOO_DEEP = ("is nested too deeply", f"nest at most {_MOST_LEVELS} levels")
 _KEEP_ONE = "keep one of the two"
@@ -144,7 +143,7 @@ def _without_liberties(text: str) -> tuple[str, list[str]]:
         parts, done = [], 0
         for match in pattern.finditer(_without_escapes(text)):
             if match[0][0] != '"':
-                parts += [text[done : match.start()], _NOT_A_LINE_END.sub(" ", match[0])]
+                parts += [text[done : match.start()], " " * len(match[0])]
                 done = match.end()
         text = "".join((*parts, text[done:]))
         found += [name] if parts else []
@@ -162,11 +161,14 @@ def key_lines(text: str, path: Path) -> dict[str, int]:
     """
     import yaml
 
-    if path.suffix.lower() not in YAML_SUFFIXES:
-        # JSON without comments is YAML, if no tab indents it.
-        text = _without_liberties(text.removeprefix("\ufeff"))[0].replace("\t", " ")
     if len(text) > _LARGEST_FILE // _YAML_SHARE:
         return {}
+    if path.suffix.lower() not in YAML_SUFFIXES:
+        # JSON without comments is YAML, if no tab indents it. Ends of lines in comments count.
+        written = text.removeprefix("\ufeff")
+        plain = _without_liberties(written)[0].replace("\t", " ")
+        ends = (one == "\n" for one in written)
+        text = "".join("\n" if end else one for one, end in zip(plain, ends, strict=True))
     try:
         return dict(_key_lines(yaml.SafeLoader(text).get_single_node(), ""))
     except yaml.YAMLError:  # for example, a key that is longer than YAML's keys
