@@ -51,8 +51,9 @@ def test_clipping_unset(config, launch, run, found):
     assert len(find("clipping-unset", read(config, **launch), run=RunFacts(**run))) == found
 
 
-def test_clipping_among_the_arguments_of_the_optimizer():
-    config = {"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1}}}
+@pytest.mark.parametrize("norm", [1, None])
+def test_clipping_among_the_arguments_of_the_optimizer(norm):
+    config = {"optimizer": {"type": "AdamW", "params": {"max_grad_norm": norm}}}
     found = one("clipping-in-optimizer", config)
     assert (found.severity, found.key) == ("error", "optimizer.params.max_grad_norm")
     assert "gradient_clipping at the top level" in found.fix

@@ -86,8 +86,8 @@ def clipping_twice(case: Case, this: Rule) -> Findings:
 def clipping_in_the_optimizer(case: Case, this: Rule) -> Findings:
     """DeepSpeed rejects ``max_grad_norm`` among the arguments of the optimizer."""
     key = "optimizer.params.max_grad_norm"
-    written = value_at(case.plan, key, None)
-    if written is not None:
+    written = value_at(case.plan, key)
+    if written is not UNSET:
         edits = ({"": UNSET, "gradient_clipping": written},)
         yield this.finding(key, written, edits=edits)
 
