@@ -12,8 +12,8 @@ import torch
 from accelerate.utils import set_seed
 from diffusers import UNet2DModel
 from diffusers.optimization import get_scheduler
-from sklearn.datasets import load_digits
-from torch.utils.data import DataLoader, TensorDataset
+from examples.embedding.accelerate_before import digits, new_model
+from torch.utils.data import DataLoader
 
 from zerotune import EmbeddedPlan, export_model
 from zerotune.ema import EMAModel
@@ -40,20 +40,6 @@ def parse_args(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], default="no")
     parser.add_argument("--checkpointing_steps", type=int, default=25)
     return parser.parse_args(given)
-
-
-def new_model() -> UNet2DModel:
-    return UNet2DModel(
-        sample_size=8, in_channels=1, out_channels=1, layers_per_block=1, norm_num_groups=4,
-        block_out_channels=(8, 16), down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-    )  # fmt: skip
-
-
-def digits() -> TensorDataset:
-    images = torch.tensor(load_digits().images, dtype=torch.float32).unsqueeze(1) / 8 - 1
-    # Drawn once, so that runs can be compared loss by loss.
-    return TensorDataset(images, torch.randn_like(images), torch.rand(len(images)))
 
 
 def loss_of(model, batch):

@@ -157,13 +157,7 @@ def _join(path: Path, record: LeaseRecord) -> int | None:
         os.close(folder)
     try:
         # Another run's probe holds the exclusive lock only for a moment, so wait for it.
-        if not try_lock(lock, exclusive=False, patience=_JOIN_PATIENCE):
-            raise OffloadError(
-                "is locked by a process that is deleting the folder",
-                "start the run again",
-                "offload.root",
-                str(path),
-            )
+        _share(lock, path, unless="deleting the folder")
         if os.fstat(lock).st_nlink == 0:
             raise FileNotFoundError(errno.ENOENT, "it was removed meanwhile", str(path))
         _check_same_plan(path, record)
@@ -250,6 +244,17 @@ def _lease_error(path: Path, what: str, error: OSError) -> OffloadError:
     )
 
 
+def _share(descriptor: int, path: Path, *, unless: str) -> None:
+    """Take a shared lock; ``unless`` says what a process does that holds the exclusive one."""
+    if not try_lock(descriptor, exclusive=False, patience=_JOIN_PATIENCE):
+        raise OffloadError(
+            f"is locked by a process that is {unless}",
+            "start the run again",
+            "offload.root",
+            str(path),
+        )
+
+
 @contextmanager
 def making_in(root: Path) -> Iterator[None]:
     """Hold a shared lock on a swap root inside the ``with`` block, to create files there.
@@ -259,13 +264,7 @@ def making_in(root: Path) -> Iterator[None]:
     """
     folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        if not try_lock(folder, exclusive=False, patience=_JOIN_PATIENCE):
-            raise OffloadError(
-                "is locked by a process that is cleaning up the root",
-                "start the run again",
-                "offload.root",
-                str(root),
-            )
+        _share(folder, root, unless="cleaning up the root")
         yield
     finally:
         os.close(folder)

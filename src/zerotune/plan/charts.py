@@ -18,6 +18,7 @@ from zerotune.plan.text.memory import (
     PLACE_NAMES,
     RankBudget,
     estimate_data,
+    left_words,
     peak_words,
     unit_of,
 )
@@ -147,8 +148,7 @@ def memory_panels(data: Data) -> list[Panel]:
             left = (fit["available"] - fit["needed"]) / size
             panel = attrs.evolve(
                 panel,
-                note=f"budget {fit['available'] / size:.2f} {unit}, "
-                + (f"{left:.2f} free" if left >= 0 else f"over by {-left:.2f}"),
+                note=f"budget {fit['available'] / size:.2f} {unit}, {left_words(left)}",
                 limit=fit["available"] / size,
                 colour=INK if left >= 0 else ALARM,
             )

@@ -23,6 +23,7 @@ from zerotune.plan.source import (
     MICRO_KEYS,
     TRAINER_KEYS,
     WRAPPERS,
+    YAML_SUFFIXES,
     is_off,
     parse_file,
     parse_json,
@@ -107,7 +108,7 @@ def _signed(plan: SettingsT, log: Log) -> SettingsT:
 
 def load_plan(path: str | os.PathLike[str], log: Log) -> Settings:
     """Read a file as ``DeepSpeedPlan.load`` does; its suffix determines the format."""
-    yaml = Path(path).suffix.lower() in (".yaml", ".yml")
+    yaml = Path(path).suffix.lower() in YAML_SUFFIXES
     return plan_from_yaml(path, log) if yaml else plan_from_json(Path(path), log)
 
 

@@ -19,7 +19,13 @@ from zerotune.plan.launch_settings import FILE, INIT_FLAG, STEPS, launch_setting
 from zerotune.plan.section import put_setting, read_section, value_at
 from zerotune.plan.sections import FP16_BESIDE, PRECISIONS, LaunchSection
 from zerotune.plan.settings import Settings, SettingsT, passed_paths
-from zerotune.plan.source import parse_json, read_text, refuse_long_yaml, wrapper_of
+from zerotune.plan.source import (
+    YAML_SUFFIXES,
+    parse_json,
+    read_text,
+    refuse_long_yaml,
+    wrapper_of,
+)
 from zerotune.plan.values import AUTO, as_tuple
 
 # -- Atomic writing of files.
@@ -50,7 +56,6 @@ def write_whole(path: str | os.PathLike[str], content: bytes) -> Path:
 
 
 FORMATS: Final = ("deepspeed", "accelerate")
-_YAML_SUFFIXES: Final = (".yaml", ".yml")
 _OTHER_SUFFIXES: Final = (".toml", ".py", ".ini")
 
 
@@ -161,7 +166,7 @@ def save_plan(
 def format_of(path: Path) -> str:
     """Return the format in which to write ``path``, based on its suffix or the existing file."""
     suffix = path.suffix.lower()
-    if suffix in _YAML_SUFFIXES:
+    if suffix in YAML_SUFFIXES:
         return "accelerate"
     if suffix in _OTHER_SUFFIXES:
         raise PlanFileError(
@@ -409,8 +414,8 @@ def _write_with_backup(path: Path, text: str) -> Path | None:
 
 # -- A plan as the YAML of ``accelerate config``.
 #
-# accelerate's own keys suffice only for small plans. Other plans are written as JSON text under
-# ``deepspeed_config_file``, which accelerate accepts in place of a path; so one file is enough.
+# The plan is JSON text under ``deepspeed_config_file``, which accelerate accepts in place of a
+# path; so one file is enough.
 
 
 _UNSAFE: Final = " ;<>"

@@ -195,9 +195,17 @@ def _fit_words(fit: Data, unit: tuple[str, int]) -> str:
     (name, size), needed, available = unit, fit["needed"], fit["available"]
     if available is None:
         return f"{needed / size:.2f} {name}"
-    left = (available - needed) / size
-    rest = f"{left:.2f} free" if left >= 0 else f"over by {-left:.2f}"
+    rest = left_words((available - needed) / size)
     return f"{needed / size:.2f} of {available / size:.2f} {name}, {rest}"
+
+
+def left_words(left: float) -> str:
+    """Return what is left of a budget, or by how much it is exceeded.
+
+    Args:
+        left: Free memory, in the unit of the text; negative if the budget is exceeded.
+    """
+    return f"{left:.2f} free" if left >= 0 else f"over by {-left:.2f}"
 
 
 def peak_words(held: Data) -> str:
